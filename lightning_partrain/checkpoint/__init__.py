@@ -1,0 +1,1 @@
+"""Checkpoints that any layout, and plain Lightning, can load."""

@@ -1,0 +1,112 @@
+"""The ``full`` format: one file in Lightning's own layout, keyed by the whole model's parameter names.
+
+Plain Lightning loads and resumes it on one device; every layout of every strategy here loads it, and loads what plain
+Lightning wrote. Optimizer state is stored whole, in the order of the optimizer's groups, with the parameters' names beside
+it under :data:`KEY`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_partrain.numerics import local_tensor
+from lightning_partrain.parallel.optimizer import as_dtensor, is_elementwise, local_rows
+
+#: What this package adds to a checkpoint.
+KEY = "lightning_partrain"
+VERSION = 1
+
+
+def _is_rows(value: Any, param: DTensor) -> bool:
+    """Whether ``value`` is what an element-wise optimizer keeps for this rank's rows of ``param``."""
+    plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    return plain and value.ndim > 0 and value.shape == local_tensor(param).shape
+
+
+def _whole(value: Any, param: Tensor, keep: bool) -> Any:
+    """A state value as one process would hold it, on the host; ``None`` where it is not kept."""
+    if isinstance(param, DTensor) and _is_rows(value, param):
+        value = as_dtensor(value, param)
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    if not keep:
+        return None
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def full_optimizer_state(optimizer: torch.optim.Optimizer, keep: bool = True) -> dict[str, Any]:
+    """``optimizer.state_dict()`` as one process would give it.
+
+    Collective when the optimizer is sharded: one tensor after the other is gathered. Ranks with ``keep=False`` take part and
+    get an empty dict.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state: dict[int, dict[str, Any]] = {}
+    for index, param in enumerate(params):
+        if param in optimizer.state:
+            state[index] = {key: _whole(value, param, keep) for key, value in optimizer.state[param].items()}
+    if not keep:
+        return {}
+    groups = optimizer.state_dict()["param_groups"]
+    return {"state": state, "param_groups": groups}
+
+
+def load_full_optimizer_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load what :func:`full_optimizer_state` or a plain optimizer gave; each rank keeps its rows. No communication.
+
+    Raises:
+        ValueError: when the file has other parameter groups than the optimizer.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    count = sum(len(group["params"]) for group in saved["param_groups"])
+    if count != len(params):
+        raise ValueError(
+            f"The checkpoint's optimizer has {count} parameters in {len(saved['param_groups'])} groups, the optimizer of this run "
+            f"has {len(params)} in {len(optimizer.param_groups)}. Load it with the model and configure_optimizers it was saved with."
+        )
+    local = is_elementwise(optimizer)
+    state = {}
+    for index, values in saved["state"].items():
+        param = params[int(index)]
+        cut = {}
+        for key, value in values.items():
+            if isinstance(param, DTensor) and isinstance(value, Tensor) and value.ndim and value.shape == param.shape:
+                rows = local_rows(value, param)
+                value = rows if local else as_dtensor(rows, param)
+            cut[key] = value
+        state[index] = cut
+    optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})
+
+
+def describe(layout: Mapping[str, Any], parameter_names: list[list[list[str]]]) -> dict[str, Any]:
+    """What is stored under :data:`KEY`: the layout that wrote the file and the names of each optimizer's parameters."""
+    return {"version": VERSION, "layout": dict(layout), "optimizer_parameters": parameter_names}
+
+
+def replace_when_complete(path: str | os.PathLike[str]) -> _Aside:
+    """``with replace_when_complete(path) as aside:`` write to ``aside``; ``path`` appears, synced, at the end or not at all."""
+    return _Aside(Path(path))
+
+
+class _Aside:
+    def __init__(self, path: Path) -> None:
+        self.path, self.aside = path, path.with_name(f".{path.name}.{os.getpid()}.part")
+
+    def __enter__(self) -> Path:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        return self.aside
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is not None or not self.aside.exists():
+            self.aside.unlink(missing_ok=True)
+            return
+        with open(self.aside, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(self.aside, self.path)

@@ -1,0 +1,106 @@
+"""Norms and clipping over parameters of any placement: the one place where numbers cross meshes.
+
+A gradient may be a plain tensor (the same on all ranks of the data-parallel group) or a :class:`DTensor` whose shards lie
+on other ranks. ``tensor.norm()`` of a DTensor gives a partial value, and torch's own clipping raises on a mix of both; the
+functions here sum what is sharded over the axes where it is sharded, once per mesh axis, and never wait for the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The part of ``tensor`` that this rank holds, sharing its storage."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def sharded_axes(tensor: Tensor) -> tuple[tuple[DeviceMesh, int], ...]:
+    """The (mesh, mesh axis) pairs over which ``tensor`` is cut; empty for plain and replicated tensors.
+
+    Raises:
+        ValueError: when the tensor is a pending sum, which has no value yet.
+    """
+    if not isinstance(tensor, DTensor):
+        return ()
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ValueError(f"A pending sum has no norm yet: placements {tensor.placements}. Redistribute it first.")
+    return tuple(
+        (tensor.device_mesh, axis) for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()
+    )
+
+
+def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm of all ``tensors`` taken as one vector, equal on every rank.
+
+    Collective over the axes on which any of them is sharded; each rank passes the same tensors in the same order.
+
+    Args:
+        tensors: plain tensors and DTensors, of one device.
+        norm_type: order p of the norm, ``math.inf`` for the largest absolute value.
+
+    Returns:
+        A scalar tensor, float64 if any tensor is, float32 otherwise.
+    """
+    groups: dict[tuple[tuple[DeviceMesh, int], ...], list[Tensor]] = defaultdict(list)
+    device, dtype = torch.device("cpu"), torch.float32
+    for tensor in tensors:
+        groups[sharded_axes(tensor)].append(local_tensor(tensor))
+        device = groups[sharded_axes(tensor)][-1].device
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    infinite = math.isinf(norm_type)
+    op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+    parts = []
+    for axes, local in groups.items():
+        filled = [t.to(dtype) for t in local if t.numel()]
+        if filled:
+            norms = torch.stack(torch._foreach_norm(filled, norm_type))
+            part = norms.max() if infinite else norms.pow(norm_type).sum()
+        else:
+            part = torch.zeros((), dtype=dtype, device=device)
+        for mesh, axis in axes:
+            dist.all_reduce(part, op, group=mesh.get_group(axis))
+        parts.append(part)
+    if not parts:
+        return torch.zeros((), dtype=dtype, device=device)
+    stacked = torch.stack(parts)
+    return stacked.max() if infinite else stacked.sum().pow(1.0 / norm_type)
+
+
+def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm of the gradients of ``parameters``; those without a gradient count as zero. See :func:`total_norm`."""
+    return total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+
+
+@torch.no_grad()
+def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before.
+
+    The rule is that of ``torch.nn.utils.clip_grad_norm_``: the factor is ``max_norm / (norm + 1e-6)``, at most 1.
+    """
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = total_norm(grads, norm_type)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for grad in grads:
+        by_dtype[grad.dtype].append(local_tensor(grad))
+    for dtype, local in by_dtype.items():
+        torch._foreach_mul_(local, factor.to(dtype))
+    return norm
+
+
+@torch.no_grad()
+def clip_grad_value(parameters: Iterable[Tensor], clip_value: float) -> None:
+    """Clamp every gradient element to ``[-clip_value, clip_value]``. No communication."""
+    grads = [local_tensor(p.grad) for p in parameters if p.grad is not None]
+    if grads:
+        torch._foreach_clamp_min_(grads, -clip_value)
+        torch._foreach_clamp_max_(grads, clip_value)

@@ -1,0 +1,216 @@
+"""Stage 3: parameters, gradients and optimizer state are cut by rows; torch's FSDP2 gathers one block at a time.
+
+Blocks are found, not named: the repeated layers of each ``ModuleList`` or ``Sequential``. What lies outside of
+them is gathered for the whole step. Under manual optimization several forward and backward passes share one call of
+``training_step``, so there each direct child of the LightningModule is gathered for its own passes instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from lightning_partrain import compat
+from lightning_partrain.mesh import ParallelMesh
+from lightning_partrain.numerics import local_tensor
+from lightning_partrain.parallel.optimizer import as_dtensor, is_elementwise, local_rows, step_on_local_rows
+from lightning_partrain.parallel.replicate import Reduce, ReplicatedModel
+from lightning_partrain.sync.reducer import GradientReducer
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def find_blocks(module: nn.Module) -> list[nn.Module]:
+    """The repeated layers of ``module``: members of lists of at least two modules of one type that hold parameters.
+
+    A list inside a block is part of the block.
+    """
+    blocks: list[nn.Module] = []
+
+    def visit(parent: nn.Module) -> None:
+        for child in parent.children():
+            members = list(child.children()) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
+            repeated = [
+                m for m in members if sum(type(o) is type(m) for o in members) > 1 and any(True for _ in m.parameters())
+            ]
+            blocks.extend(m for m in repeated if m not in blocks)
+            for member in members or [child]:
+                if member not in repeated:
+                    visit(member)
+
+    visit(module)
+    return blocks
+
+
+class AllToAllReduceScatter(compat.ReduceScatter):
+    """Reduce-scatter as an exchange of shards and a local sum: gloo's own sends twice the bytes."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        torch.sum(received.view(group.size(), -1), 0, out=output_tensor)
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(group.size())
+
+
+class FullyShardedModel(ReplicatedModel):
+    """``zero_stage=3``; see :class:`ReplicatedModel` for the arguments.
+
+    Args:
+        automatic: whether Lightning drives the optimizer (one forward and backward pass a step).
+
+    Raises:
+        ValueError: under manual optimization, when two children of the LightningModule share a parameter.
+    """
+
+    def __init__(
+        self, module: nn.Module, mesh: ParallelMesh, reduce: Reduce, training: bool = True, *, automatic: bool = True
+    ) -> None:
+        roots = [module] if automatic else self._children(module)
+        covered = {p for root in roots for p in root.parameters()}
+        self._whole = [(n, p) for n, p in module.named_parameters() if p.ndim == 0 or p not in covered]
+        self._shard(module, roots, mesh, ignored={p for _, p in self._whole})
+        self._roots = [root for root in roots if isinstance(root, FSDPModule)]
+        self._methods = []
+        if automatic:
+            for name in STEPS:
+                if is_overridden(name, module):
+                    register_fsdp_forward_method(module, name)
+                    self._methods.append(name)
+        self._used: set[Any] = set()
+        super().__init__(module, mesh, reduce, training)
+
+    def _make_reducer(self) -> GradientReducer:
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                compat.fill_unused_gradients(module, self._used)
+        return GradientReducer(self._whole, self.mesh.data_parallel_group)
+
+    @staticmethod
+    def _children(module: nn.Module) -> list[nn.Module]:
+        children: list[nn.Module] = []
+        for child in module.children():
+            container = type(child).forward is nn.Module.forward
+            children += FullyShardedModel._children(child) if container else [child]
+        seen: dict[nn.Parameter, str] = {}
+        for child in children:
+            for name, param in child.named_parameters():
+                if param in seen:
+                    raise ValueError(
+                        f"Two modules share a parameter ({seen[param]!r} and {name!r}), which zero_stage=3 cannot gather for one "
+                        "of them alone under manual optimization. Use zero_stage=2."
+                    )
+            seen.update({param: name for name, param in child.named_parameters()})
+        return [child for child in children if any(True for _ in child.parameters())]
+
+    @staticmethod
+    def _shard(module: nn.Module, roots: list[nn.Module], mesh: ParallelMesh, ignored: set[nn.Parameter]) -> None:
+        options: dict[str, Any] = {"mesh": mesh.shard_mesh, "ignored_params": ignored}
+        for block in find_blocks(module):
+            outside = {p for m in module.modules() if m not in set(block.modules()) for p in m._parameters.values()}
+            if not outside.intersection(block.parameters()):
+                fully_shard(block, reshard_after_forward=True, **options)
+        for root in roots:
+            if not isinstance(root, FSDPModule):
+                fully_shard(root, reshard_after_forward=False, **options)
+        if dist.get_backend(mesh.group("dp_shard")) == "gloo":
+            for each in module.modules():
+                if isinstance(each, FSDPModule):
+                    each.set_custom_reduce_scatter(AllToAllReduceScatter())
+                    each.set_modules_to_backward_prefetch(
+                        [each]
+                    )  # gathering ahead gains nothing where gathering blocks
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, last_of_window: bool) -> None:
+        super().begin_backward(last_of_window)
+        assert self.reducer is not None
+        for root in self._roots:
+            root.set_requires_gradient_sync(self.reducer.sync)
+        self._fresh = {p for p in compat.fsdp_params(self.module) if p.sharded_param.grad is None}
+
+    def end_backward(self, last_of_window: bool, automatic: bool) -> None:
+        super().end_backward(last_of_window, automatic)
+        assert self.reducer is not None
+        if not self.reducer.sync:
+            return
+        params = compat.fsdp_params(self.module)
+        flags = torch.tensor([float(p in self._used) for p in params], device=self.mesh_device)
+        dist.all_reduce(flags, group=self.mesh.data_parallel_group)
+        unused = [p for p in params if p not in self._used]
+        if unused:
+            used_somewhere = {p for p, count in zip(params, flags.tolist(), strict=True) if count}
+            for param in unused:
+                if param not in used_somewhere and param in self._fresh:
+                    param.sharded_param.grad = None
+        self._used.clear()
+
+    @property
+    def mesh_device(self) -> torch.device:
+        return next(iter(self.module.parameters())).device
+
+    # -- parameters ----------------------------------------------------------------------------------------------------
+
+    def _reshard(self) -> None:
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def after_evaluation(self) -> None:
+        self._reshard()
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        self._reshard()
+        return dict(self.module.named_parameters())
+
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer, wrapper: Any) -> None:
+        if is_elementwise(optimizer):
+            step_on_local_rows(optimizer)
+
+    def state_dict(self, keep: bool = True) -> dict[str, Any]:
+        self._reshard()
+        whole = {}
+        for name, value in self.module.state_dict().items():
+            full = value.full_tensor().cpu() if isinstance(value, DTensor) else value
+            if keep:
+                whole[name] = full
+        return whole
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
+        self._reshard()
+        now = self.module.state_dict()
+        cut = {
+            name: as_dtensor(local_rows(value, now[name]), now[name])
+            if isinstance(now.get(name), DTensor) and not isinstance(value, DTensor)
+            else value
+            for name, value in state_dict.items()
+        }
+        self.module.load_state_dict(cut, strict=strict)
+
+    def release(self) -> None:
+        super().release()
+        for name in self._methods:
+            self.module.__dict__.pop(name, None)
+        compat.remove_fully_shard(self.module)
+
+    def state_tensors(self) -> dict[str, list[Tensor]]:
+        params = [p.sharded_param for p in compat.fsdp_params(self.module)] + [p for _, p in self._whole]
+        gathered, gradients = compat.fsdp_gathered(self.module)
+        return {
+            "parameters": [local_tensor(p) for p in params] + gathered,
+            "gradients": [local_tensor(p.grad) for p in params if p.grad is not None] + gradients,
+            "buckets": [],
+        }

@@ -1,0 +1,55 @@
+"""The strategy names, registered without importing what they stand for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered name: the class it builds, the arguments it fixes, and one line for people."""
+
+    class_path: str
+    description: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+_HYBRID = "lightning_partrain.strategies.Hybrid3DStrategy"
+
+STRATEGIES: dict[str, Entry] = {
+    "hybrid_3d": Entry(_HYBRID, "data parallel with sharded optimizer state; the numbers of one process"),
+}
+
+
+def _factory(entry: Entry) -> Callable[..., Any]:
+    def build(**arguments: Any) -> Any:
+        module, _, name = entry.class_path.rpartition(".")
+        return getattr(importlib.import_module(module), name)(**{**entry.arguments, **arguments})
+
+    return build
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def build(**_: Any) -> Any:
+        raise TypeError(
+            f"{name!r} is a strategy for lightning.pytorch, not for the separate package pytorch_lightning. "
+            "Build the Trainer and the modules with `import lightning`."
+        )
+
+    return build
+
+
+def register() -> None:
+    """Make ``Trainer(strategy=name)`` find every name of :data:`STRATEGIES`. May be called again."""
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    for name, entry in STRATEGIES.items():
+        StrategyRegistry.register(name, _factory(entry), description=entry.description, override=True)
+    if "pytorch_lightning" in sys.modules:
+        other = sys.modules["pytorch_lightning"].strategies.StrategyRegistry
+        for name, entry in STRATEGIES.items():
+            other.register(name, _refuse(name), description=entry.description, override=True)

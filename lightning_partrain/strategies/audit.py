@@ -1,0 +1,107 @@
+"""The one place that says no: what a strategy cannot honour is refused on every rank before the first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from torch import nn
+
+try:
+    from lightning.pytorch.callbacks import WeightAveraging
+except ImportError:  # Lightning before 2.6
+    WeightAveraging = None  # type: ignore[assignment,misc]
+
+
+def audit_module(module: nn.Module) -> None:
+    """Raise for parameters whose gradients cannot be averaged.
+
+    Raises:
+        ValueError: sparse embedding gradients, complex parameters.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
+            raise ValueError(
+                f"{name!r} has sparse gradients, which cannot be averaged in buckets. Build it with sparse=False."
+            )
+    for name, param in module.named_parameters():
+        if param.is_complex():
+            raise ValueError(
+                f"{name!r} is complex. Hold it as a real parameter with a last dimension of 2 (torch.view_as_real)."
+            )
+
+
+def audit_callbacks(callbacks: list[Any], zero_stage: int) -> None:
+    """Raise for callbacks that copy or average the module's parameters as if they were whole.
+
+    Raises:
+        ValueError: weight averaging under sharding.
+    """
+    averaging = tuple(c for c in (StochasticWeightAveraging, WeightAveraging) if c is not None)
+    for callback in callbacks:
+        if isinstance(callback, averaging) and zero_stage > 0:
+            raise ValueError(
+                f"{type(callback).__name__} keeps its own copy of the whole parameters and cannot see that zero_stage={zero_stage} "
+                "shards them. Use zero_stage=0, or remove the callback."
+            )
+
+
+def audit_optimizer(optimizer: torch.optim.Optimizer, known: set[nn.Parameter], sharded: bool) -> None:
+    """Raise for optimizers that would not train this module.
+
+    Args:
+        optimizer: after its parameters were replaced by those of the run.
+        known: the parameters of the run.
+        sharded: whether each rank holds a part of them only.
+
+    Raises:
+        ValueError: parameters that are not the module's, L-BFGS over shards.
+    """
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
+    if strangers:
+        shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
+        raise ValueError(
+            f"{type(optimizer).__name__} holds {len(strangers)} parameters that are not the LightningModule's (shapes {shapes}, ...), "
+            "so the model would not train. Build it in configure_optimizers from self.parameters()."
+        )
+    if sharded and isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS works on one vector of all gradients, which no rank has under sharding. Use zero_stage=0."
+        )
+
+
+def monitored_names(trainer: Any) -> set[str]:
+    """The metrics that callbacks and schedulers decide by."""
+    names = {getattr(callback, "monitor", None) for callback in trainer.callbacks}
+    names |= {config.monitor for config in trainer.strategy.lr_scheduler_configs}
+    return {name for name in names if isinstance(name, str)}
+
+
+def audit_logged_names(by_rank: list[list[list[Any]]], monitored: set[str]) -> None:
+    """Raise when ranks logged different names, or a monitored name on rank 0 only.
+
+    Args:
+        by_rank: for each rank, its ``[name, rank_zero_only]`` pairs in order.
+        monitored: see :func:`monitored_names`.
+
+    Raises:
+        RuntimeError: with the names that differ and the ranks that have them.
+    """
+    names = [[name for name, _ in logged] for logged in by_rank]
+    if any(other != names[0] for other in names[1:]):
+        everyone = set.intersection(*(set(each) for each in names))
+        extra = {rank: sorted(set(each) - everyone) for rank, each in enumerate(names) if set(each) - everyone}
+        what = "; ".join(f"data-parallel rank {rank} alone has {keys}" for rank, keys in extra.items())
+        raise RuntimeError(
+            f"self.log was called with different names on different ranks: {what or 'the same names in another order'}. "
+            "Every rank must log the same names in the same order: take ranks and data out of names and conditions, "
+            "and log a neutral value where there is none."
+        )
+    for name, rank_zero_only in by_rank[0]:
+        plain = name.split(".")[1] if "." in name else name
+        if rank_zero_only and plain in monitored:
+            raise RuntimeError(
+                f"{plain!r} is monitored by a callback or scheduler but logged with rank_zero_only=True, so that the other ranks "
+                "cannot decide by it. Log it without rank_zero_only."
+            )

@@ -1,0 +1,86 @@
+"""``hybrid_3d``: one strategy over all axes of the mesh."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Literal
+
+from torch import nn
+
+from lightning_partrain.mesh import ParallelSizes, Size
+from lightning_partrain.parallel.fully_shard import FullyShardedModel
+from lightning_partrain.parallel.replicate import Reduce, ReplicatedModel
+from lightning_partrain.parallel.shard import ShardedOptimizerModel
+from lightning_partrain.strategies import audit
+from lightning_partrain.strategies.base import MeshStrategy
+
+
+class Hybrid3DStrategy(MeshStrategy):
+    """Train an unchanged LightningModule on many ranks, with the numbers of one process on the same global batch.
+
+    Args:
+        data_parallel_size: ranks that see different samples; ``"auto"`` takes all there are.
+        data_parallel_replicate_size: how many replicas they form. Gradients are averaged over all of them, and everything
+            that ``zero_stage`` shards is sharded inside each replica (hybrid sharding, HSDP).
+        zero_stage: what is sharded: 0 nothing, 1 the optimizer state, 2 gradients as well, 3 parameters as well (FSDP2, block by
+            block).
+        reduce: average gradients once per accumulation ``"window"`` (least traffic; whole gradients are kept meanwhile) or
+            after every ``"micro_batch"`` (least memory: between backward passes only shards are kept).
+        process_group_backend, timeout: see :class:`MeshStrategy`.
+
+    Raises:
+        ValueError: for a size, stage or option that cannot be.
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: Size = "auto",
+        data_parallel_replicate_size: int = 1,
+        zero_stage: Literal[0, 1, 2, 3] = 1,
+        reduce: Reduce = "window",
+        process_group_backend: str | None = None,
+        timeout: timedelta | float = 1800.0,
+    ) -> None:
+        super().__init__(process_group_backend, timeout)
+        if zero_stage not in (0, 1, 2, 3):
+            raise ValueError(
+                f"zero_stage={zero_stage!r} does not exist. The stages are 0 (nothing sharded), 1 (optimizer state), 2 (and gradients) "
+                "and 3 (and parameters)."
+            )
+        if reduce not in ("window", "micro_batch"):
+            raise ValueError(f"reduce={reduce!r} does not exist. Choose 'window' or 'micro_batch'.")
+        self.data_parallel_size = data_parallel_size
+        self.data_parallel_replicate_size = data_parallel_replicate_size
+        self.zero_stage = zero_stage
+        self.reduce_when = reduce
+
+    def sizes(self, world_size: int) -> ParallelSizes:
+        return ParallelSizes.resolve(world_size, self.data_parallel_size, self.data_parallel_replicate_size)
+
+    @property
+    def sharded(self) -> bool:
+        return self.zero_stage > 0
+
+    def layout(self) -> dict[str, Any]:
+        return {**super().layout(), "zero_stage": self.zero_stage}
+
+    def audit(self, trainer: Any) -> None:
+        super().audit(trainer)
+        audit.audit_callbacks(trainer.callbacks, self.zero_stage)
+        if self.zero_stage == 3:  # FSDP2 keeps what it gathered for a later backward pass
+            for loop in (
+                trainer.validate_loop,
+                trainer.test_loop,
+                trainer.predict_loop,
+                trainer.fit_loop.epoch_loop.val_loop,
+            ):
+                loop.inference_mode = False
+
+    def parallelize(self, module: nn.Module, training: bool) -> ReplicatedModel:
+        assert self.mesh is not None and self.lightning_module is not None
+        if self.zero_stage == 0:
+            return ReplicatedModel(module, self.mesh, self.reduce_when, training)
+        if self.zero_stage == 3:
+            automatic = self.lightning_module.automatic_optimization
+            return FullyShardedModel(module, self.mesh, self.reduce_when, training, automatic=automatic)
+        return ShardedOptimizerModel(module, self.mesh, self.reduce_when, training, keep_buffers=self.zero_stage == 1)

@@ -1,0 +1,1 @@
+"""What crosses the replicas of a model: gradients, and later averaged parameters and outer steps."""

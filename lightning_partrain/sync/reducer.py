@@ -1,0 +1,296 @@
+"""Averages gradients over the data-parallel ranks while the backward pass is still running.
+
+Gradients are copied into flat buckets, in the order in which the backward pass tends to produce them. As soon as a bucket
+and all before it are full, its collective starts; all ranks start them in the same order. A bucket is either averaged whole
+(one all-reduce) or cut by rows, each rank receiving the mean of its own rows (one reduce-scatter).
+
+Unlike torch's DDP, parameters that this rank did not use, on a data-dependent branch or because they are toggled off, need
+no search through the graph: every parameter carries a flag in the tail of its bucket, and the sum of the flags says whether
+any rank used it. Only a rank that missed a parameter has to look at them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_partrain import compat
+
+#: The first bucket is small, so that communication starts early; the others are as large as those of torch's DDP.
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
+
+
+@dataclass
+class Slot:
+    """One parameter's place in a bucket: `columns` numbers in each of the bucket's rows, from `offset` on.
+
+    With N shards, row r holds the rows `r * chunk` to `(r + 1) * chunk` of the parameter, chunk = ceil(rows / N), as torch
+    cuts a DTensor with ``Shard(0)``; what is missing at the end is padding.
+    """
+
+    name: str
+    param: nn.Parameter
+    offset: int
+    columns: int
+    filled: bool = False
+    arrived: bool = False
+
+
+class Bucket:
+    """Gradients of several parameters of one dtype and device in one buffer of shape (shards, width)."""
+
+    def __init__(self, params: list[tuple[str, nn.Parameter]], shards: int, cut: bool) -> None:
+        self.shards, self.cut, self.slots = shards, cut, []
+        offset = 0
+        for name, param in params:
+            rows = param.shape[0] if param.ndim else 1
+            columns = -(-rows // shards) * (param.numel() // rows if rows else 0)
+            self.slots.append(Slot(name, param, offset, columns))
+            offset += columns
+        self.flags_at = offset
+        self.width = offset + len(params)
+        self.dtype, self.device = params[0][1].dtype, params[0][1].device
+        self.buffer: Tensor | None = None
+        self.reduced: Tensor | None = None
+        self.work: dist.Work | None = None
+        self.launched = False
+        self.scale_on_copy = False
+
+    @property
+    def trainable(self) -> bool:
+        return any(slot.param.requires_grad for slot in self.slots)
+
+    @property
+    def full(self) -> bool:
+        return all(slot.arrived or not slot.param.requires_grad for slot in self.slots)
+
+    def allocate(self) -> Tensor:
+        if self.buffer is None:
+            self.buffer = torch.zeros((self.shards, self.width), dtype=self.dtype, device=self.device)
+        return self.buffer
+
+    def view(self, slot: Slot) -> Tensor:
+        """The slot in the shape of its parameter; only where the bucket is not cut."""
+        return self.allocate()[0, slot.offset : slot.offset + slot.columns].view(slot.param.shape)
+
+    def put(self, slot: Slot, grad: Tensor, scale: float) -> None:
+        """Copy ``scale * grad`` into the slot, or add it when the slot already holds something."""
+        target = self.allocate()[:, slot.offset : slot.offset + slot.columns]
+        if grad.numel() == target.numel():
+            self._put(target, grad.reshape(self.shards, slot.columns), scale, slot.filled)
+        elif slot.columns:
+            flat = grad.reshape(-1)
+            whole = flat.numel() // slot.columns
+            head, tail = flat[: whole * slot.columns].view(whole, slot.columns), flat[whole * slot.columns :]
+            self._put(target[:whole], head, scale, slot.filled)
+            if tail.numel():
+                self._put(target[whole, : tail.numel()], tail, scale, slot.filled)
+        slot.filled = True
+
+    @staticmethod
+    def _put(target: Tensor, source: Tensor, scale: float, add: bool) -> None:
+        if add:
+            target.add_(source, alpha=scale)
+        elif scale == 1.0:
+            target.copy_(source)
+        else:
+            torch.mul(source, scale, out=target)
+
+    def seal(self) -> Tensor:
+        """Zero what no gradient came for and write the flags."""
+        buffer = self.allocate()
+        flags = buffer[:, self.flags_at :]
+        flags.fill_(1.0)
+        for index, slot in enumerate(self.slots):
+            if not slot.filled:
+                buffer[:, slot.offset : slot.offset + slot.columns].zero_()
+                flags[:, index] = 0.0
+        return buffer
+
+
+class GradientReducer:
+    """Averages the gradients of ``named_parameters`` over the data-parallel ranks.
+
+    Args:
+        named_parameters: all parameters, in the same order on every rank.
+        group: the ranks that share the work: all of them for whole buckets, the sharding ranks for cut ones.
+        replicate_group: with cut buckets, the replicas over which each rank's rows are averaged as well (HSDP).
+        cut: cut the buckets by rows (parameters without dimensions stay whole).
+        keep_buffers: keep the buckets' memory between steps (faster) or return it after each reduction (smaller).
+        deliver: called with the name and the mean of this rank's rows, for cut buckets.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        group: dist.ProcessGroup,
+        replicate_group: dist.ProcessGroup | None = None,
+        *,
+        cut: bool = False,
+        keep_buffers: bool = True,
+        deliver: Callable[[str, Tensor], None] | None = None,
+    ) -> None:
+        self.named_parameters = list(named_parameters)
+        self.group, self.replicate_group = group, replicate_group
+        self.cut, self.keep_buffers, self._deliver = cut, keep_buffers, deliver
+        self.ranks = dist.get_world_size(group)
+        self.scale = 1.0 / (self.ranks * (dist.get_world_size(replicate_group) if replicate_group is not None else 1))
+        self.all_to_all = dist.get_backend(group) == "gloo"  # its reduce-scatter sends as much as an all-reduce
+        self.running = self.sync = False
+        self.guard = False
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self.buckets: list[Bucket] = []
+        self._build()
+
+    # -- buckets -------------------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        self.remove_hooks()
+        self.buckets, self._slot_of = [], {}
+        open_buckets: dict[tuple[torch.dtype, torch.device, bool], tuple[list[tuple[str, nn.Parameter]], int]] = {}
+        for name, param in reversed(self.named_parameters):
+            if not param.requires_grad:
+                continue
+            key = (param.dtype, param.device, self.cut and param.ndim > 0)
+            params, size = open_buckets.get(key, ([], 0))
+            limit = BUCKET_BYTES if self.buckets else FIRST_BUCKET_BYTES
+            if params and size + param.nbytes > limit:
+                self.buckets.append(self._bucket(params, key[2]))
+                params, size = [], 0
+            params.append((name, param))
+            open_buckets[key] = (params, size + param.nbytes)
+        self.buckets += [self._bucket(params, key[2]) for key, (params, _) in open_buckets.items()]
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                self._slot_of[slot.param] = (bucket, slot)
+                self._handles.append(slot.param.register_post_accumulate_grad_hook(self._arrive))
+
+    def _bucket(self, params: list[tuple[str, nn.Parameter]], cut: bool) -> Bucket:
+        return Bucket(params, self.ranks if cut else 1, cut)
+
+    def remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def discard(self, params: Iterable[nn.Parameter]) -> None:
+        """Forget what was accumulated for ``params`` and not reduced yet."""
+        for param in params:
+            if param in self._slot_of:
+                self._slot_of[param][1].filled = False
+
+    # -- one backward pass ---------------------------------------------------------------------------------------------
+
+    def begin(self, sync: bool) -> None:
+        """Before a backward pass; with ``sync`` its gradients, and those kept since the last one, are averaged."""
+        if any(param.requires_grad and param not in self._slot_of for _, param in self.named_parameters):
+            self._build()  # a parameter was unfrozen
+        self.running, self.sync = True, sync
+        self._next = 0
+        self._active = [bucket for bucket in self.buckets if bucket.trainable]
+        for bucket in self.buckets:
+            bucket.launched = False
+                        for slot in bucket.slots:
+                slot.arrived = False
+                if not bucket.cut:
+                    self._adopt(bucket, slot)
+            bucket.scale_on_copy = sync and not any(slot.filled for slot in bucket.slots)
+
+    @staticmethod
+    def _adopt(bucket: Bucket, slot: Slot) -> None:
+        """In a whole bucket the slot IS the parameter's gradient, so the gradient decides whether the slot is filled."""
+        grad = slot.param.grad
+        slot.filled = grad is not None and bucket.buffer is not None and grad.data_ptr() == bucket.view(slot).data_ptr()
+        if grad is not None and not slot.filled:
+            bucket.put(slot, grad, 1.0)
+            slot.param.grad = bucket.view(slot)
+
+    @torch.no_grad()
+    def _arrive(self, param: nn.Parameter) -> None:
+        if not self.running:
+            if self.guard:
+                raise RuntimeError(
+                    "A gradient was computed inside training_step without manual_backward, so it would not be averaged over "
+                    "the data-parallel ranks. Call self.manual_backward(loss) in place of loss.backward()."
+                )
+            return
+        bucket, slot = self._slot_of[param]
+        grad = param.grad
+        if grad is None:
+            return
+        if slot.arrived and bucket.launched:
+            raise RuntimeError(
+                f"The gradient of {slot.name!r} arrived twice in one backward pass, the second time after its reduction had "
+                "started. Reentrant activation checkpointing of a shared parameter does this: use use_reentrant=False."
+            )
+        slot.arrived = True
+        if not bucket.cut:
+            if not slot.filled:
+                bucket.put(slot, grad, self.scale if bucket.scale_on_copy else 1.0)
+                param.grad = bucket.view(slot)
+            elif bucket.scale_on_copy and grad.data_ptr() == bucket.view(slot).data_ptr():
+                raise RuntimeError(
+                    f"The gradient of {slot.name!r} arrived twice in one backward pass. Reentrant activation checkpointing of "
+                    "a shared parameter does this: use use_reentrant=False."
+                )
+        else:
+            bucket.put(slot, grad, self.scale)
+            param.grad = None
+        while self.sync and self._next < len(self._active) and self._active[self._next].full:
+            self._launch(self._active[self._next])
+            self._next += 1
+
+    def _launch(self, bucket: Bucket) -> None:
+        buffer = bucket.seal()
+        bucket.launched = True
+        if not bucket.cut:
+            if not bucket.scale_on_copy:
+                buffer.mul_(self.scale)
+            bucket.reduced = buffer
+            bucket.work = dist.all_reduce(buffer, group=self.group, async_op=True)
+        elif self.all_to_all:
+            bucket.reduced = torch.empty_like(buffer)
+            bucket.work = dist.all_to_all_single(bucket.reduced, buffer, group=self.group, async_op=True)
+        else:
+            bucket.reduced = buffer.new_empty(bucket.width)
+            bucket.work = compat.reduce_scatter_single(bucket.reduced, buffer.view(-1), group=self.group, async_op=True)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """After a backward pass: start what is left, wait for all of it, and hand the means out."""
+        self.running = False
+        if not self.sync:
+            return
+        for bucket in self._active[self._next :]:
+            self._launch(bucket)
+        for bucket in self._active:
+            self._complete(bucket)
+
+    def _complete(self, bucket: Bucket) -> None:
+        assert bucket.work is not None and bucket.reduced is not None
+        bucket.work.wait()
+        reduced = bucket.reduced
+        if not bucket.cut:
+            if self.cut and self.replicate_group is not None:
+                dist.all_reduce(reduced, group=self.replicate_group)
+            reduced = reduced[0]
+        else:
+            if self.all_to_all:
+                reduced = reduced.sum(0)
+            if self.replicate_group is not None:
+                dist.all_reduce(reduced, group=self.replicate_group)
+        bucket.work = bucket.reduced = None
+        missing = not all(slot.filled for slot in bucket.slots)
+        used = reduced[bucket.flags_at :].gt(0).tolist() if missing else [True] * len(bucket.slots)
+        for slot, any_rank in zip(bucket.slots, used, strict=True):
+            if not bucket.cut:
+                slot.param.grad = bucket.view(slot) if any_rank else None
+            elif any_rank and self._deliver is not None:
+                self._deliver(slot.name, reduced[slot.offset : slot.offset + slot.columns])
+            slot.filled = False
+        if not self.keep_buffers and bucket.cut:
+            bucket.buffer = None
