@@ -194,7 +194,7 @@ class GradientReducer:
         self._active = [bucket for bucket in self.buckets if bucket.trainable]
         for bucket in self.buckets:
             bucket.launched = False
-                        for slot in bucket.slots:
+            for slot in bucket.slots:
                 slot.arrived = False
                 if not bucket.cut:
                     self._adopt(bucket, slot)
