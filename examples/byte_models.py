@@ -4,8 +4,9 @@
 """
 
 import torch
-from gpt import VOCABULARY, StdlibText
 from torch import Tensor
+
+VOCABULARY = 256  # byte values
 
 
 def ngrams(text: Tensor, order: int) -> Tensor:
@@ -39,6 +40,8 @@ def bits_per_byte(train_text: Tensor, val_text: Tensor, order: int) -> float:
 
 
 if __name__ == "__main__":
+    from gpt import StdlibText
+
     data = StdlibText()
     data.setup()
     print(f"{len(data.train_text):,} training bytes, {len(data.val_text):,} validation bytes")

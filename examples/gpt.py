@@ -132,10 +132,10 @@ class GPTModule(LightningModule):
         heads: int = 4,
         context: int = 64,
         dropout: float = 0.0,
-        learning_rate: float = 3e-3,
+        learning_rate: float = 6e-3,
         weight_decay: float = 0.1,
         warmup_steps: int = 100,
-        decay_steps: int = 1000,
+        decay_steps: int = 800,
         betas: tuple[float, float] = (0.9, 0.95),
     ) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ class StdlibText(LightningDataModule):
     def __init__(
         self,
         context: int = 64,
-        batch_size: int = 32,
+        batch_size: int = 16,
         max_bytes: int = 16_000_000,
         train_windows_per_epoch: int = 100_000,
         val_windows: int = 1024,

@@ -27,6 +27,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import DTensor
 
 __all__ = [
     "Launcher",
@@ -42,6 +43,7 @@ __all__ = [
     "fsdp_gathered",
     "fsdp_params",
     "init_dist_connection",
+    "local_part",
     "logged_names",
     "pl_worker_init_function",
     "reduce_scatter_single",
@@ -137,6 +139,17 @@ def logged_names(trainer: Any) -> list[tuple[str, bool]]:
     if results is None:
         return []
     return [(key, metric.meta.sync.rank_zero_only) for key, metric in results.items() if not metric.has_reset]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch: DTensor
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, or the tensor itself, without the dispatch of ``to_local`` (tens of microseconds)."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.detach() if local.requires_grad else local
 
 
 # ---------------------------------------------------------------------------------------------------------------------

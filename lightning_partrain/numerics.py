@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_partrain import compat
+
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The part of ``tensor`` that this rank holds, sharing its storage."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    """The part of ``tensor`` that this rank holds, sharing its storage, outside of autograd."""
+    return compat.local_part(tensor)
 
 
 def sharded_axes(tensor: Tensor) -> tuple[tuple[DeviceMesh, int], ...]:

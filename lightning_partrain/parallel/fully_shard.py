@@ -80,7 +80,9 @@ class FullyShardedModel(ReplicatedModel):
     ) -> None:
         roots = [module] if automatic else self._children(module)
         covered = {p for root in roots for p in root.parameters()}
-        self._whole = [(n, p) for n, p in module.named_parameters() if p.ndim == 0 or p not in covered]
+        self._whole = [
+            (n, p) for n, p in module.named_parameters() if p.numel() == 0 or p.ndim == 0 or p not in covered
+        ]
         self._shard(module, roots, mesh, ignored={p for _, p in self._whole})
         self._roots = [root for root in roots if isinstance(root, FSDPModule)]
         self._methods = []

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +31,18 @@ from lightning_partrain.parallel.optimizer import (
 )
 from lightning_partrain.parallel.replicate import Reduce, ReplicatedModel
 from lightning_partrain.sync.reducer import Bucket, GradientReducer
+
+
+@dataclass
+class _GatherPlan:
+    """Views of parameters, and where in ``buffer``, (shards, width), their rows travel."""
+
+    buffer: Tensor
+    own: list[Tensor] = field(default_factory=list)
+    outgoing: list[Tensor] = field(default_factory=list)
+    others: list[Tensor] = field(default_factory=list)
+    incoming: list[Tensor] = field(default_factory=list)
+
 
 TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
 
@@ -55,6 +68,8 @@ class ShardedOptimizerModel(ReplicatedModel):
         self._shard_of = {p: self._row_shard(p, mesh) for p in module.parameters() if p.ndim} if training else {}
         self._by_name = dict(module.named_parameters())
         self._showing_shards = False
+        self._views: dict[Bucket, tuple[Tensor, list[DTensor]]] = {}
+        self._plans: dict[Bucket, _GatherPlan] = {}
         super().__init__(module, mesh, reduce, training)
         if training:
             for owner in module.modules():
@@ -90,14 +105,41 @@ class ShardedOptimizerModel(ReplicatedModel):
         return full[min(rank * chunk, full.shape[0]) : (rank + 1) * chunk]
 
     @torch.no_grad()
-    def _deliver(self, name: str, mean: Tensor) -> None:
-        shard = self._shard_of[self._by_name[name]]
-        local = local_tensor(shard)
-        rows = mean[: local.numel()].view(local.shape)
-        if shard.grad is None:
-            shard.grad = as_dtensor(rows, shard)
-        else:
-            local_tensor(shard.grad).add_(rows)
+    def _deliver(self, bucket: Bucket, mean: Tensor, used: list[bool]) -> None:
+        """Make ``mean``, this rank's row of ``bucket``, the gradient of the shards, or add it to what they have."""
+        target, grads = self._gradient_views(bucket)
+        shards = [self._shard_of[slot.param] for slot in bucket.slots]
+        if all(shard.grad is None for shard in shards):
+            target.copy_(mean)
+            for shard, grad, any_rank in zip(shards, grads, used, strict=True):
+                shard.grad = grad if any_rank else None
+            return
+        for slot, shard, grad, any_rank in zip(bucket.slots, shards, grads, used, strict=True):
+            if not any_rank:
+                continue
+            local = local_tensor(grad)
+            rows = mean[slot.offset : slot.offset + local.numel()].view(local.shape)
+            if shard.grad is None:
+                local.copy_(rows)
+                shard.grad = grad
+            else:
+                local_tensor(shard.grad).add_(rows)
+
+    def _gradient_views(self, bucket: Bucket) -> tuple[Tensor, list[DTensor]]:
+        """A flat tensor for this rank's row of ``bucket``, and views of it as the shards' gradients.
+
+        They are made once: building a DTensor takes longer than copying a small gradient.
+        """
+        views = self._views.get(bucket)
+        if views is None:
+            flat = torch.empty(bucket.width, dtype=bucket.dtype, device=bucket.device)
+            grads = []
+            for slot in bucket.slots:
+                shard = self._shard_of[slot.param]
+                local = local_tensor(shard)
+                grads.append(as_dtensor(flat[slot.offset : slot.offset + local.numel()].view(local.shape), shard))
+            views = self._views[bucket] = (flat, grads)
+        return views
 
     # -- which parameters the module shows ------------------------------------------------------------------------------
 
@@ -178,29 +220,38 @@ class ShardedOptimizerModel(ReplicatedModel):
         pending = []
         for bucket in self.reducer.buckets:
             if bucket.cut and any(self._shard_of[slot.param] in stepped for slot in bucket.slots):
-                mine = torch.cat([self._padded(self._rows(s.param, self._shard_rank), s.columns) for s in bucket.slots])
-                everyone = mine.new_empty(self._shards * mine.numel())
-                work = compat.all_gather_single(everyone, mine, group=self.mesh.group("dp_shard"), async_op=True)
-                pending.append((bucket, everyone.view(self._shards, -1), work))
-        for bucket, everyone, work in pending:
+                plan = self._plan(bucket)
+                torch._foreach_copy_(plan.outgoing, plan.own)
+                mine = plan.buffer[self._shard_rank]
+                work = compat.all_gather_single(
+                    plan.buffer.view(-1), mine, group=self.mesh.group("dp_shard"), async_op=True
+                )
+                pending.append((plan, work))
+        for plan, work in pending:
             work.wait()
-            self._unpack(bucket, everyone)
+            if plan.incoming:
+                torch._foreach_copy_(plan.others, plan.incoming)
         self._show(shards=False)
 
-    @staticmethod
-    def _padded(rows: Tensor, numel: int) -> Tensor:
-        flat = rows.reshape(-1)
-        return flat if flat.numel() == numel else torch.cat([flat, flat.new_zeros(numel - flat.numel())])
+    def _plan(self, bucket: Bucket) -> _GatherPlan:
+        """Stage 1 gathers in the bucket, which is idle after the reduction, through views that are made once."""
+        if not self._keep_buffers or any(slot.filled for slot in bucket.slots):
+            buffer = torch.empty((bucket.shards, bucket.width), dtype=bucket.dtype, device=bucket.device)
+            return self._make_plan(bucket, buffer)
+        if bucket not in self._plans:
+            self._plans[bucket] = self._make_plan(bucket, bucket.allocate())
+        return self._plans[bucket]
 
-    def _unpack(self, bucket: Bucket, everyone: Tensor) -> None:
-        targets, sources = [], []
+    def _make_plan(self, bucket: Bucket, buffer: Tensor) -> _GatherPlan:
+        plan = _GatherPlan(buffer)
         for slot in bucket.slots:
             for rank in range(self._shards):
-                if rank != self._shard_rank:
-                    rows = self._rows(slot.param.detach(), rank)
-                    targets.append(rows)
-                    sources.append(everyone[rank, slot.offset : slot.offset + rows.numel()].view(rows.shape))
-        torch._foreach_copy_(targets, sources)
+                rows = self._rows(slot.param.detach(), rank)
+                place = buffer[rank, slot.offset : slot.offset + rows.numel()].view(rows.shape)
+                mine = rank == self._shard_rank
+                (plan.own if mine else plan.others).append(rows)
+                (plan.outgoing if mine else plan.incoming).append(place)
+        return plan
 
     # -- whole again -----------------------------------------------------------------------------------------------------
 

@@ -159,7 +159,9 @@ class MeshStrategy(ParallelStrategy):
         if fitting and self._layer_sync is not None:
             self.model = synchronize_batch_norm(self.model, self.mesh.data_parallel_group)
         self._use_data_parallel_metrics()
-        self._broadcast_state()
+        self._broadcast_state([t.detach() for t in (*self.model.parameters(), *self.model.buffers())])
+        self._list_buffers()
+        self._share_buffers(with_batch_norm=True)
         self._remember_names(self.model.named_parameters())
         self.model_parallel = self.parallelize(self.model, training=fitting)
         self._remember_names(self.model_parallel.named_parameters().items())
@@ -205,11 +207,8 @@ class MeshStrategy(ParallelStrategy):
         return False
 
     @torch.no_grad()
-    def _broadcast_state(self, tensors: list[Tensor] | None = None) -> None:
-        """Give every rank the parameters and buffers (or ``tensors``) of rank 0."""
-        assert self.model is not None
-        if tensors is None:
-            tensors = [t.detach() for t in (*self.model.parameters(), *self.model.buffers())]
+    def _broadcast_state(self, tensors: list[Tensor]) -> None:
+        """Give every rank the ``tensors`` of rank 0."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             if not tensor.is_meta and tensor.numel() and not hasattr(tensor, "device_mesh"):
@@ -220,20 +219,29 @@ class MeshStrategy(ParallelStrategy):
             dist.broadcast(wire, 0)
             for tensor, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
-        self._buffer_versions = {id(b): b._version for b in self.model.buffers()}
+
+    def _list_buffers(self) -> None:
+        """Where the buffers are: (module, key, whether batch norm's), for looking them up quickly in every step."""
+        assert self.model is not None
+        norms = set(batch_norm_layers(self.model))
+        self._buffers = [(m, key, m in norms) for m in self.model.modules() for key in m._buffers]
+        self._shared: dict[int, tuple[int, int]] = {}
 
     def _share_buffers(self, with_batch_norm: bool) -> None:
         """Bring changed buffers from rank 0: before each training step all but the running statistics of batch norm, which
         the step does not read; before evaluation and saving those too."""
-        assert self.model is not None
-        skipped = set()
-        if not with_batch_norm:
-            skipped = {id(b) for layer in batch_norm_layers(self.model) for b in layer.buffers()}
-        changed = [
-            b for b in self.model.buffers() if id(b) not in skipped and b._version != self._buffer_versions.get(id(b))
-        ]
-        if changed and self.world_size > 1:
-            self._broadcast_state(changed)
+        changed: dict[int, Tensor] = {}
+        for index, (module, key, batch_norm) in enumerate(self._buffers):
+            buffer = module._buffers[key]
+            if buffer is None or (batch_norm and not with_batch_norm):
+                continue
+            state = (id(buffer), buffer._version)
+            if self._shared.setdefault(index, state) != state:
+                changed[index] = buffer
+        if changed:
+            if self.world_size > 1:
+                self._broadcast_state(list(changed.values()))
+            self._shared.update({index: (id(buffer), buffer._version) for index, buffer in changed.items()})
 
     def _use_data_parallel_metrics(self) -> None:
         """TorchMetrics reduce over all ranks by default, counting every tensor- or pipeline-parallel peer."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -38,10 +39,21 @@ class Slot:
     columns: int
     filled: bool = False
     arrived: bool = False
+    view: Tensor | None = None
+
+    @property
+    def span(self) -> slice:
+        return slice(self.offset, self.offset + self.columns)
 
 
 class Bucket:
-    """Gradients of several parameters of one dtype and device in one buffer of shape (shards, width)."""
+    """Gradients of several parameters of one dtype and device in one buffer of shape (shards, width).
+
+    Args:
+        params: names and parameters, in the order in which their gradients are expected.
+        shards: into how many rows the parameters are cut.
+        cut: whether each rank receives its row only; a whole bucket's slots become the parameters' gradients.
+    """
 
     def __init__(self, params: list[tuple[str, nn.Parameter]], shards: int, cut: bool) -> None:
         self.shards, self.cut, self.slots = shards, cut, []
@@ -55,33 +67,37 @@ class Bucket:
         self.width = offset + len(params)
         self.dtype, self.device = params[0][1].dtype, params[0][1].device
         self.buffer: Tensor | None = None
-        self.reduced: Tensor | None = None
+        self.received: Tensor | None = None
         self.work: dist.Work | None = None
-        self.launched = False
-        self.scale_on_copy = False
+        self.launched = self.scale_on_copy = False
+        self.waiting = 0
 
     @property
     def trainable(self) -> bool:
         return any(slot.param.requires_grad for slot in self.slots)
 
-    @property
-    def full(self) -> bool:
-        return all(slot.arrived or not slot.param.requires_grad for slot in self.slots)
-
     def allocate(self) -> Tensor:
         if self.buffer is None:
             self.buffer = torch.zeros((self.shards, self.width), dtype=self.dtype, device=self.device)
+            for slot in self.slots:
+                slot.view = self.buffer[:, slot.span] if self.cut else self.buffer[0, slot.span].view(slot.param.shape)
         return self.buffer
 
-    def view(self, slot: Slot) -> Tensor:
-        """The slot in the shape of its parameter; only where the bucket is not cut."""
-        return self.allocate()[0, slot.offset : slot.offset + slot.columns].view(slot.param.shape)
+    def free(self) -> None:
+        self.buffer = None
+        for slot in self.slots:
+            slot.view = None
 
     def put(self, slot: Slot, grad: Tensor, scale: float) -> None:
         """Copy ``scale * grad`` into the slot, or add it when the slot already holds something."""
-        target = self.allocate()[:, slot.offset : slot.offset + slot.columns]
-        if grad.numel() == target.numel():
-            self._put(target, grad.reshape(self.shards, slot.columns), scale, slot.filled)
+        if slot.view is None:
+            self.allocate()
+        target = slot.view
+        assert target is not None
+        if not self.cut:
+            self._put(target, grad, scale, slot.filled)
+        elif grad.numel() == target.numel():
+            self._put(target, grad.reshape(target.shape), scale, slot.filled)
         elif slot.columns:
             flat = grad.reshape(-1)
             whole = flat.numel() // slot.columns
@@ -107,7 +123,7 @@ class Bucket:
         flags.fill_(1.0)
         for index, slot in enumerate(self.slots):
             if not slot.filled:
-                buffer[:, slot.offset : slot.offset + slot.columns].zero_()
+                buffer[:, slot.span].zero_()
                 flags[:, index] = 0.0
         return buffer
 
@@ -121,7 +137,8 @@ class GradientReducer:
         replicate_group: with cut buckets, the replicas over which each rank's rows are averaged as well (HSDP).
         cut: cut the buckets by rows (parameters without dimensions stay whole).
         keep_buffers: keep the buckets' memory between steps (faster) or return it after each reduction (smaller).
-        deliver: called with the name and the mean of this rank's rows, for cut buckets.
+        deliver: for cut buckets, called with the bucket, the means of this rank's row of it, and for each slot whether
+            any rank had a gradient.
     """
 
     def __init__(
@@ -132,7 +149,7 @@ class GradientReducer:
         *,
         cut: bool = False,
         keep_buffers: bool = True,
-        deliver: Callable[[str, Tensor], None] | None = None,
+        deliver: Callable[[Bucket, Tensor, list[bool]], None] = lambda *_: None,
     ) -> None:
         self.named_parameters = list(named_parameters)
         self.group, self.replicate_group = group, replicate_group
@@ -140,8 +157,7 @@ class GradientReducer:
         self.ranks = dist.get_world_size(group)
         self.scale = 1.0 / (self.ranks * (dist.get_world_size(replicate_group) if replicate_group is not None else 1))
         self.all_to_all = dist.get_backend(group) == "gloo"  # its reduce-scatter sends as much as an all-reduce
-        self.running = self.sync = False
-        self.guard = False
+        self.running = self.sync = self.guard = False
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self.buckets: list[Bucket] = []
         self._build()
@@ -150,7 +166,8 @@ class GradientReducer:
 
     def _build(self) -> None:
         self.remove_hooks()
-        self.buckets, self._slot_of = [], {}
+        self.buckets = []
+        self._slot_of: dict[nn.Parameter, Slot] = {}
         open_buckets: dict[tuple[torch.dtype, torch.device, bool], tuple[list[tuple[str, nn.Parameter]], int]] = {}
         for name, param in reversed(self.named_parameters):
             if not param.requires_grad:
@@ -166,8 +183,9 @@ class GradientReducer:
         self.buckets += [self._bucket(params, key[2]) for key, (params, _) in open_buckets.items()]
         for bucket in self.buckets:
             for slot in bucket.slots:
-                self._slot_of[slot.param] = (bucket, slot)
-                self._handles.append(slot.param.register_post_accumulate_grad_hook(self._arrive))
+                self._slot_of[slot.param] = slot
+                hook = partial(self._arrive, bucket, slot)
+                self._handles.append(slot.param.register_post_accumulate_grad_hook(hook))
 
     def _bucket(self, params: list[tuple[str, nn.Parameter]], cut: bool) -> Bucket:
         return Bucket(params, self.ranks if cut else 1, cut)
@@ -181,7 +199,7 @@ class GradientReducer:
         """Forget what was accumulated for ``params`` and not reduced yet."""
         for param in params:
             if param in self._slot_of:
-                self._slot_of[param][1].filled = False
+                self._slot_of[param].filled = False
 
     # -- one backward pass ---------------------------------------------------------------------------------------------
 
@@ -194,8 +212,10 @@ class GradientReducer:
         self._active = [bucket for bucket in self.buckets if bucket.trainable]
         for bucket in self.buckets:
             bucket.launched = False
+            bucket.waiting = 0
             for slot in bucket.slots:
                 slot.arrived = False
+                bucket.waiting += slot.param.requires_grad
                 if not bucket.cut:
                     self._adopt(bucket, slot)
             bucket.scale_on_copy = sync and not any(slot.filled for slot in bucket.slots)
@@ -204,13 +224,12 @@ class GradientReducer:
     def _adopt(bucket: Bucket, slot: Slot) -> None:
         """In a whole bucket the slot IS the parameter's gradient, so the gradient decides whether the slot is filled."""
         grad = slot.param.grad
-        slot.filled = grad is not None and bucket.buffer is not None and grad.data_ptr() == bucket.view(slot).data_ptr()
+        slot.filled = grad is not None and slot.view is not None and grad.data_ptr() == slot.view.data_ptr()
         if grad is not None and not slot.filled:
             bucket.put(slot, grad, 1.0)
-            slot.param.grad = bucket.view(slot)
+            slot.param.grad = slot.view
 
-    @torch.no_grad()
-    def _arrive(self, param: nn.Parameter) -> None:
+    def _arrive(self, bucket: Bucket, slot: Slot, param: nn.Parameter) -> None:
         if not self.running:
             if self.guard:
                 raise RuntimeError(
@@ -218,46 +237,44 @@ class GradientReducer:
                     "the data-parallel ranks. Call self.manual_backward(loss) in place of loss.backward()."
                 )
             return
-        bucket, slot = self._slot_of[param]
         grad = param.grad
         if grad is None:
             return
-        if slot.arrived and bucket.launched:
+        if slot.arrived and (bucket.launched or (bucket.scale_on_copy and not bucket.cut)):
             raise RuntimeError(
-                f"The gradient of {slot.name!r} arrived twice in one backward pass, the second time after its reduction had "
-                "started. Reentrant activation checkpointing of a shared parameter does this: use use_reentrant=False."
+                f"The gradient of {slot.name!r} arrived twice in one backward pass, the second time after its reduction was "
+                "prepared. Reentrant activation checkpointing of a shared parameter does this: use use_reentrant=False."
             )
-        slot.arrived = True
-        if not bucket.cut:
-            if not slot.filled:
+        with torch.no_grad():
+            if bucket.cut:
+                bucket.put(slot, grad, self.scale)
+                param.grad = None
+            elif not slot.filled:
                 bucket.put(slot, grad, self.scale if bucket.scale_on_copy else 1.0)
-                param.grad = bucket.view(slot)
-            elif bucket.scale_on_copy and grad.data_ptr() == bucket.view(slot).data_ptr():
-                raise RuntimeError(
-                    f"The gradient of {slot.name!r} arrived twice in one backward pass. Reentrant activation checkpointing of "
-                    "a shared parameter does this: use use_reentrant=False."
-                )
-        else:
-            bucket.put(slot, grad, self.scale)
-            param.grad = None
-        while self.sync and self._next < len(self._active) and self._active[self._next].full:
-            self._launch(self._active[self._next])
-            self._next += 1
+                param.grad = slot.view
+        if not slot.arrived:
+            slot.arrived = True
+            bucket.waiting -= 1
+            while self.sync and self._next < len(self._active) and not self._active[self._next].waiting:
+                self._launch(self._active[self._next])
+                self._next += 1
 
+    @torch.no_grad()
     def _launch(self, bucket: Bucket) -> None:
         buffer = bucket.seal()
         bucket.launched = True
         if not bucket.cut:
             if not bucket.scale_on_copy:
                 buffer.mul_(self.scale)
-            bucket.reduced = buffer
             bucket.work = dist.all_reduce(buffer, group=self.group, async_op=True)
         elif self.all_to_all:
-            bucket.reduced = torch.empty_like(buffer)
-            bucket.work = dist.all_to_all_single(bucket.reduced, buffer, group=self.group, async_op=True)
+            bucket.received = torch.empty_like(buffer)
+            bucket.work = dist.all_to_all_single(bucket.received, buffer, group=self.group, async_op=True)
         else:
-            bucket.reduced = buffer.new_empty(bucket.width)
-            bucket.work = compat.reduce_scatter_single(bucket.reduced, buffer.view(-1), group=self.group, async_op=True)
+            bucket.received = buffer.new_empty(bucket.width)
+            bucket.work = compat.reduce_scatter_single(
+                bucket.received, buffer.view(-1), group=self.group, async_op=True
+            )
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -271,26 +288,26 @@ class GradientReducer:
             self._complete(bucket)
 
     def _complete(self, bucket: Bucket) -> None:
-        assert bucket.work is not None and bucket.reduced is not None
+        assert bucket.work is not None
         bucket.work.wait()
-        reduced = bucket.reduced
-        if not bucket.cut:
-            if self.cut and self.replicate_group is not None:
-                dist.all_reduce(reduced, group=self.replicate_group)
-            reduced = reduced[0]
-        else:
+        bucket.work = None
+        if bucket.cut:
+            mean, bucket.received = bucket.received, None
+            assert mean is not None
             if self.all_to_all:
-                reduced = reduced.sum(0)
-            if self.replicate_group is not None:
-                dist.all_reduce(reduced, group=self.replicate_group)
-        bucket.work = bucket.reduced = None
+                mean = mean.sum(0)
+        else:
+            assert bucket.buffer is not None
+            mean = bucket.buffer[0]
+        if self.replicate_group is not None:
+            dist.all_reduce(mean, group=self.replicate_group)
         missing = not all(slot.filled for slot in bucket.slots)
-        used = reduced[bucket.flags_at :].gt(0).tolist() if missing else [True] * len(bucket.slots)
+        used = mean[bucket.flags_at :].gt(0).tolist() if missing else [True] * len(bucket.slots)
+        if bucket.cut:
+            self._deliver(bucket, mean, used)
         for slot, any_rank in zip(bucket.slots, used, strict=True):
             if not bucket.cut:
-                slot.param.grad = bucket.view(slot) if any_rank else None
-            elif any_rank and self._deliver is not None:
-                self._deliver(slot.name, reduced[slot.offset : slot.offset + slot.columns])
+                slot.param.grad = slot.view if any_rank else None
             slot.filled = False
         if not self.keep_buffers and bucket.cut:
-            bucket.buffer = None
+            bucket.free()
