@@ -7,6 +7,7 @@ changes its form.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import (
@@ -35,11 +37,15 @@ __all__ = [
     "SubprocessScriptLauncher",
     "agree_on_epoch_metrics",
     "all_gather_single",
-    "before_epoch_end",
+    "at_epoch_ends",
+    "compute_epoch_metrics",
+    "decides_within_epochs",
     "default_pg_timeout",
     "default_process_group_backend",
     "default_store",
     "fill_unused_gradients",
+    "forget_epoch_ends",
+    "fsdp_forget_gradients",
     "fsdp_gathered",
     "fsdp_params",
     "init_dist_connection",
@@ -48,6 +54,8 @@ __all__ = [
     "pl_worker_init_function",
     "reduce_scatter_single",
     "remove_fully_shard",
+    "set_step_values",
+    "step_values",
     "unwrap_optimizer",
 ]
 
@@ -77,55 +85,68 @@ def _synced(metric: _ResultMetric) -> Iterator[None]:
         sync.should = before
 
 
-def agree_on_epoch_metrics(owner: Callable[[Any], Any], is_monitored: Callable[[Any, str], bool]) -> None:
+def agree_on_epoch_metrics(owner: Callable[[Any], Any]) -> None:
     """Make Lightning reduce what decisions rest on, over the group of the strategy that logs it.
 
     Lightning 2.6 leaves an epoch's mean on each rank unless ``sync_dist=True``, so that callbacks compare different
-    numbers on different ranks. After this call, epoch values and the monitored step values of a strategy of ours are
-    reduced; values of every other strategy are left alone.
+    numbers on different ranks. After this call, epoch values of a strategy of ours are reduced, while its attribute
+    ``agreeing`` is true: then all ranks do it. Values of every other strategy are left alone.
 
     Args:
         owner: maps the bound ``reduce`` method that Lightning stored with a metric to our strategy, or to ``None``.
-        is_monitored: whether that strategy's run has a callback or scheduler that monitors the name.
     """
     if getattr(_ResultCollection, "_agrees", False):
         return
-    get_cache, update = _ResultCollection._get_cache, _ResultMetric.update
-
-    def ours(metric: _ResultMetric) -> Any:
-        sync = metric.meta.sync
-        if not metric.is_tensor or sync.should or sync.rank_zero_only or sync.fn is None:
-            return None
-        return owner(sync.fn)
+    get_cache = _ResultCollection._get_cache
 
     def agreed_get_cache(metric: _ResultMetric, on_step: bool) -> Tensor | None:
-        if on_step or not metric.meta.on_epoch or metric._computed is not None or ours(metric) is None:
+        sync = metric.meta.sync
+        computed = on_step or not metric.meta.on_epoch or metric._computed is not None
+        alone = not metric.is_tensor or sync.should or sync.rank_zero_only or sync.fn is None
+        strategy = None if computed or alone else owner(sync.fn)
+        if strategy is None:
             return get_cache(metric, on_step)
-        with _synced(metric):
-            return get_cache(metric, on_step)
-
-    def agreed_update(self: _ResultMetric, value: Any, batch_size: int) -> None:
-        strategy = ours(self) if self.meta.on_step else None
-        if strategy is None or not is_monitored(strategy, self.meta.name):
-            return update(self, value, batch_size)
-        with _synced(self):
-            return update(self, value, batch_size)
+        if strategy.agreeing:
+            with _synced(metric):
+                return get_cache(metric, on_step)
+        value = get_cache(metric, on_step)  # one rank looks: it sees its own value, and all of them agree later
+        metric._computed = None
+        return value
 
     _ResultCollection._get_cache = staticmethod(agreed_get_cache)
-    _ResultMetric.update = agreed_update
     _ResultCollection._agrees = True
 
 
-def before_epoch_end(trainer: Any, check: Callable[[Any], None]) -> None:
-    """Call ``check(trainer)`` whenever a loop reaches the end of an epoch, before values are reduced."""
-    connector = trainer._logger_connector
-    reached = type(connector).epoch_end_reached
+def at_epoch_ends(trainer: Any, agree: Callable[[], None]) -> None:
+    """Call ``agree()`` on all ranks when a loop has reached the end of an epoch, before hooks see its values, and again
+    after the hooks that may log more, before callbacks decide. Undone by :func:`forget_epoch_ends`."""
+    connector, module = trainer._logger_connector, trainer.lightning_module
+    hook = module.on_train_epoch_end
 
     def epoch_end_reached() -> None:
-        check(trainer)
-        reached(connector)
+        type(connector).epoch_end_reached(connector)
+        agree()
 
-    connector.epoch_end_reached = epoch_end_reached
+    def on_epoch_end() -> None:
+        agree()
+        type(connector).on_epoch_end(connector)
+
+    @functools.wraps(hook)
+    def on_train_epoch_end() -> None:  # between the module's hook and the callbacks that monitor
+        hook()
+        agree()
+
+    connector.epoch_end_reached, connector.on_epoch_end = epoch_end_reached, on_epoch_end
+    module.on_train_epoch_end = on_train_epoch_end
+
+
+def forget_epoch_ends(trainer: Any, module: Any) -> None:
+    for owner, name in (
+        (trainer._logger_connector, "epoch_end_reached"),
+        (trainer._logger_connector, "on_epoch_end"),
+        (module, "on_train_epoch_end"),
+    ):
+        vars(owner).pop(name, None)
 
 
 def default_store() -> dist.Store:
@@ -133,12 +154,49 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def logged_names(trainer: Any) -> list[tuple[str, bool]]:
-    """(name, rank_zero_only) of what the running loop has logged since its last reset, in order of first logging."""
-    results = trainer._results
-    if results is None:
-        return []
-    return [(key, metric.meta.sync.rank_zero_only) for key, metric in results.items() if not metric.has_reset]
+def logged_names(trainer: Any) -> list[tuple[str, str, bool]]:
+    """(key, name, rank_zero_only) of what the running loop has logged since its last reset, in order of first logging."""
+    results = trainer._results or {}
+    return [(key, m.meta.name, m.meta.sync.rank_zero_only) for key, m in results.items() if not m.has_reset]
+
+
+def compute_epoch_metrics(trainer: Any) -> None:
+    """Compute every epoch value that has been logged, so that reading one later needs no other rank."""
+    if trainer._results is not None:
+        trainer._results.metrics(on_step=False)
+
+
+def step_values(trainer: Any, wanted: Callable[[str], bool]) -> dict[str, tuple[float, str]]:
+    """Key -> (value, reduction) of the last step value of each ``wanted`` name that training has logged in this epoch."""
+    values = {}
+    for key, metric in trainer.fit_loop._results.items():
+        sync, cache = metric.meta.sync, metric._forward_cache
+        ours = metric.meta.on_step and not (metric.has_reset or sync.should or sync.rank_zero_only)
+        if ours and isinstance(cache, Tensor) and wanted(metric.meta.name):
+            again = getattr(metric, "_agreed", None) is cache  # a sum must not be summed twice
+            values[key] = (float(cache), "mean" if again else sync.op or "mean")
+    return values
+
+
+def set_step_values(trainer: Any, values: dict[str, float]) -> None:
+    """Put agreed values in the place of those of :func:`step_values`, also where callbacks look."""
+    for key, value in values.items():
+        metric = trainer.fit_loop._results[key]
+        metric._forward_cache = metric._agreed = torch.full_like(metric._forward_cache, value)
+        seen = trainer._logger_connector._callback_metrics
+        seen.update({name: metric._agreed for name in (metric.meta.name, metric.meta.forked_name(True)) if name in seen})
+
+
+def decides_within_epochs(trainer: Any) -> bool:
+    """Whether a callback or scheduler looks at a monitored value after training steps, not only when an epoch ends."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            timed = callback._train_time_interval is not None
+            if callback.monitor is not None and (timed or callback._every_n_train_steps > 0):
+                return True
+        elif isinstance(getattr(callback, "monitor", None), str) and not isinstance(callback, EarlyStopping):
+            return True
+    return any(c.reduce_on_plateau and c.interval == "step" for c in trainer.strategy.lr_scheduler_configs)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -201,6 +259,16 @@ def fill_unused_gradients(module: FSDPModule, used: set[Any]) -> None:
         group.post_backward = post_backward
 
 
+def fsdp_forget_gradients(root: nn.Module, params: set[Tensor]) -> None:
+    """Drop the whole gradients that FSDP2 keeps for ``params`` (sharded or gathered) between backward passes without sync."""
+    for param in fsdp_params(root):
+        unsharded = getattr(param, "_unsharded_param", None)
+        if param.sharded_param in params or unsharded in params:
+            param.sharded_param.grad = param.unsharded_accumulated_grad = None
+            if unsharded is not None:
+                unsharded.grad = None
+
+
 def fsdp_gathered(root: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """The whole parameters that are in memory now, and the whole gradients."""
     parameters, gradients = [], []
@@ -237,7 +305,21 @@ def remove_fully_shard(root: nn.Module) -> None:
             module.__class__ = module.__class__.__mro__[2]  # [FSDPOriginal, FSDPModule, Original, ...]
             for key in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
                 module.__dict__.pop(key, None)
+    _remove_state_dict_hooks(root)
     _forget_composable_state(root)
+
+
+def _remove_state_dict_hooks(root: nn.Module) -> None:
+    for module in root.modules():
+        for hooks in (
+            module._state_dict_pre_hooks,
+            module._load_state_dict_pre_hooks,
+            module._load_state_dict_post_hooks,
+        ):
+            for key, hook in list(hooks.items()):
+                function = getattr(hook, "hook", hook)
+                if getattr(function, "__module__", "").startswith("torch.distributed.fsdp."):
+                    del hooks[key]
 
 
 def _forget_composable_state(root: nn.Module) -> None:

@@ -8,7 +8,7 @@ it under :data:`KEY`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,24 +41,30 @@ def _whole(value: Any, param: Tensor, keep: bool) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
-def full_optimizer_state(optimizer: torch.optim.Optimizer, keep: bool = True) -> dict[str, Any]:
+def full_optimizer_state(
+    optimizer: torch.optim.Optimizer, stepped: Callable[[Tensor], Tensor] = lambda param: param, keep: bool = True
+) -> dict[str, Any]:
     """``optimizer.state_dict()`` as one process would give it.
 
     Collective when the optimizer is sharded: one tensor after the other is gathered. Ranks with ``keep=False`` take part and
-    get an empty dict.
+    get an empty dict. ``stepped`` maps the parameters that the optimizer holds to those it updates, which may be shards.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     state: dict[int, dict[str, Any]] = {}
     for index, param in enumerate(params):
         if param in optimizer.state:
-            state[index] = {key: _whole(value, param, keep) for key, value in optimizer.state[param].items()}
+            state[index] = {key: _whole(value, stepped(param), keep) for key, value in optimizer.state[param].items()}
     if not keep:
         return {}
     groups = optimizer.state_dict()["param_groups"]
     return {"state": state, "param_groups": groups}
 
 
-def load_full_optimizer_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+def load_full_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    saved: Mapping[str, Any],
+    stepped: Callable[[Tensor], Tensor] = lambda param: param,
+) -> None:
     """Load what :func:`full_optimizer_state` or a plain optimizer gave; each rank keeps its rows. No communication.
 
     Raises:
@@ -74,7 +80,7 @@ def load_full_optimizer_state(optimizer: torch.optim.Optimizer, saved: Mapping[s
     local = is_elementwise(optimizer)
     state = {}
     for index, values in saved["state"].items():
-        param = params[int(index)]
+        param = stepped(params[int(index)])
         cut = {}
         for key, value in values.items():
             if isinstance(param, DTensor) and isinstance(value, Tensor) and value.ndim and value.shape == param.shape:

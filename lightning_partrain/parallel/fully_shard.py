@@ -7,7 +7,7 @@ them is gathered for the whole step. Under manual optimization several forward a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,14 @@ from torch.distributed.tensor import DTensor
 from lightning_partrain import compat
 from lightning_partrain.mesh import ParallelMesh
 from lightning_partrain.numerics import local_tensor
-from lightning_partrain.parallel.optimizer import as_dtensor, is_elementwise, local_rows, step_on_local_rows
+from lightning_partrain.parallel.optimizer import (
+    LocalRows,
+    around_step,
+    as_dtensor,
+    is_elementwise,
+    local_rows,
+    shard_state,
+)
 from lightning_partrain.parallel.replicate import Reduce, ReplicatedModel
 from lightning_partrain.sync.reducer import GradientReducer
 
@@ -93,6 +100,8 @@ class FullyShardedModel(ReplicatedModel):
                     self._methods.append(name)
         self._used: set[Any] = set()
         super().__init__(module, mesh, reduce, training)
+        if training:
+            self._watch_zero_grad()
 
     def _make_reducer(self) -> GradientReducer:
         for module in self.module.modules():
@@ -121,6 +130,8 @@ class FullyShardedModel(ReplicatedModel):
     def _shard(module: nn.Module, roots: list[nn.Module], mesh: ParallelMesh, ignored: set[nn.Parameter]) -> None:
         options: dict[str, Any] = {"mesh": mesh.shard_mesh, "ignored_params": ignored}
         for block in find_blocks(module):
+            if any(isinstance(m, FSDPModule) for m in block.modules()):
+                continue  # configure_model has sharded it
             outside = {p for m in module.modules() if m not in set(block.modules()) for p in m._parameters.values()}
             if not outside.intersection(block.parameters()):
                 fully_shard(block, reshard_after_forward=True, **options)
@@ -179,8 +190,14 @@ class FullyShardedModel(ReplicatedModel):
         return dict(self.module.named_parameters())
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer, wrapper: Any) -> None:
+        self._watch_zero_grad(optimizer, wrapper)
+        shard_state(optimizer, {p: p for p in self.named_parameters().values()})
         if is_elementwise(optimizer):
-            step_on_local_rows(optimizer)
+            rows = LocalRows(optimizer)
+            self._handles += around_step(optimizer, rows.enter, rows.leave)
+
+    def _forget(self, params: Iterable[Tensor]) -> None:
+        compat.fsdp_forget_gradients(self.module, set(params))
 
     def state_dict(self, keep: bool = True) -> dict[str, Any]:
         self._reshard()

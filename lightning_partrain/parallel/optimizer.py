@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_partrain.numerics import local_tensor
 
@@ -46,74 +47,82 @@ def as_dtensor(local: Tensor, like: DTensor) -> DTensor:
     )
 
 
-def replace_parameters(optimizer: torch.optim.Optimizer, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Put ``new[p]`` in the place of every ``p`` of the optimizer, in place, with state that was made at construction."""
+def swap_parameters(optimizer: torch.optim.Optimizer, new: Mapping[Tensor, Tensor]) -> None:
+    """Put ``new[p]`` in the place of every ``p`` of the optimizer, in place and with its state."""
     for group in optimizer.param_groups:
         params = group["params"]
         for index, old in enumerate(params):
             param = new.get(old)
-            if param is None or param is old:
-                continue
-            params[index] = param
-            if old in optimizer.state:
-                optimizer.state[param] = {
-                    key: local_rows(value, param)
-                    if isinstance(param, DTensor)
-                    and isinstance(value, Tensor)
-                    and value.shape == old.shape
+            if param is not None and param is not old:
+                params[index] = param
+                if old in optimizer.state:
+                    optimizer.state[param] = optimizer.state.pop(old)
+
+
+def shard_state(optimizer: torch.optim.Optimizer, shard_of: Mapping[Tensor, Tensor]) -> None:
+    """Cut state that an optimizer made for whole parameters at its construction (Adagrad does)."""
+    local = is_elementwise(optimizer)
+    for param, state in optimizer.state.items():
+        shard = shard_of.get(param)
+        if isinstance(shard, DTensor):
+            for key, value in state.items():
+                if (
+                    isinstance(value, Tensor)
+                    and not isinstance(value, DTensor)
                     and value.ndim
-                    else value
-                    for key, value in optimizer.state.pop(old).items()
-                }
+                    and value.shape == shard.shape
+                ):
+                    rows = local_rows(value, shard)
+                    state[key] = rows if local else as_dtensor(rows, shard)
 
 
-def step_on_local_rows(optimizer: torch.optim.Optimizer) -> None:
-    """Make an element-wise optimizer step on the plain local parts of its DTensors.
+def around_step(
+    optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None]
+) -> list[RemovableHandle]:
+    """Call ``before`` when the optimizer is about to update, and ``after`` when it has, also in steps made by hand.
 
-    The exchange happens after the closure (which runs the hooks that look at the optimizer) and is undone after the step,
-    so that everyone else sees DTensors.
+    With a closure, ``before`` waits for it: the closure runs the passes and the hooks that look at the optimizer.
     """
-    swapped: list[tuple[list[nn.Parameter], list[nn.Parameter]]] = []
-
-    def swap_in() -> None:
-        for group in optimizer.param_groups:
-            params = group["params"]
-            swapped.append((params, list(params)))
-            for index, param in enumerate(params):
-                if not isinstance(param, DTensor):
-                    continue
-                local = local_tensor(param)
-                local.grad = None if param.grad is None else local_tensor(param.grad)
-                params[index] = local
-                if param in optimizer.state:
-                    optimizer.state[local] = optimizer.state.pop(param)
-
-    def swap_out() -> None:
-        for params, before in swapped:
-            for local, param in zip(params, before, strict=True):
-                if local is not param and local in optimizer.state:
-                    optimizer.state[param] = optimizer.state.pop(local)
-            params[:] = before
-        swapped.clear()
 
     def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # Optimizer.step's arguments as torch passes them on: (self, closure) or closure by keyword
+        # Optimizer.step's arguments as torch passes them on: (self, closure), or closure by keyword
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if closure is None:
-            swap_in()
+            before()
             return args, kwargs
 
-        def closure_then_swap() -> Any:
+        def closure_then_before() -> Any:
             result = closure()
-            swap_in()
+            before()
             return result
 
-        return args[:1], {**kwargs, "closure": closure_then_swap}
+        return args[:1], {**kwargs, "closure": closure_then_before}
 
-    optimizer.register_step_pre_hook(before_step)
-    optimizer.register_step_post_hook(lambda *_: swap_out())
+    return [
+        optimizer.register_step_pre_hook(before_step),
+        optimizer.register_step_post_hook(lambda *_: after()),
+    ]
 
 
-def after_step(optimizer: torch.optim.Optimizer, function: Callable[[], None]) -> None:
-    """Call ``function`` after each step, also one that the user makes without the Trainer."""
-    optimizer.register_step_post_hook(lambda *_: function())
+class LocalRows:
+    """Lets an element-wise optimizer step on the plain local parts of its DTensors, and nobody else see it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._back: dict[Tensor, Tensor] = {}
+
+    def enter(self) -> None:
+        there: dict[Tensor, Tensor] = {}
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if isinstance(param, DTensor):
+                    local = there[param] = local_tensor(param)
+                    local.grad = None if param.grad is None else local_tensor(param.grad)
+                    self._back[local] = param
+        swap_parameters(self.optimizer, there)
+
+    def leave(self) -> None:
+        swap_parameters(self.optimizer, self._back)
+        for local in self._back:
+            local.grad = None
+        self._back = {}

@@ -5,11 +5,13 @@ Also the interface that the sharding stages share. A strategy holds one of these
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import types
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_partrain.mesh import ParallelMesh
 from lightning_partrain.numerics import local_tensor
@@ -30,9 +32,11 @@ class ReplicatedModel:
 
     def __init__(self, module: nn.Module, mesh: ParallelMesh, reduce: Reduce, training: bool = True) -> None:
         self.module, self.mesh, self.reduce, self.training = module, mesh, reduce, training
+        self._handles: list[RemovableHandle] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
         self.reducer = self._make_reducer() if training else None
 
-    def _make_reducer(self) -> GradientReducer | None:
+    def _make_reducer(self) -> GradientReducer:
         return GradientReducer(self.module.named_parameters(), self.mesh.data_parallel_group)
 
     # -- the step ------------------------------------------------------------------------------------------------------
@@ -60,11 +64,47 @@ class ReplicatedModel:
     # -- parameters ----------------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Name -> the parameter as optimizers hold it."""
+        """Name -> the parameter as the optimizer's step and the hooks right before it see it, with its gradient."""
         return dict(self.module.named_parameters())
 
+    def held_parameters(self) -> dict[str, nn.Parameter]:
+        """Name -> the parameter as optimizers hold it between steps."""
+        return self.named_parameters()
+
+    def stepped(self, param: Tensor) -> Tensor:
+        """What an optimizer that holds ``param`` updates in its step. Also right after :meth:`release`."""
+        return param
+
     def attach_optimizer(self, optimizer: torch.optim.Optimizer, wrapper: Any) -> None:
-        """Make ``optimizer`` (and Lightning's ``wrapper`` of it) work on :meth:`named_parameters`."""
+        """Make ``optimizer``, which holds :meth:`held_parameters`, step as the layout needs it.
+
+        Args:
+            wrapper: Lightning's wrapper of it.
+        """
+
+    def _watch_zero_grad(self, optimizer: torch.optim.Optimizer | None = None, wrapper: Any = None) -> None:
+        """Let :meth:`_forget` follow ``zero_grad`` of every module, or of an optimizer and its wrapper.
+
+        Gradients that wait elsewhere than in ``param.grad`` have to go as well.
+        """
+        if optimizer is None:
+            for owner in self.module.modules():
+                owner.zero_grad = types.MethodType(self._zero_module, owner)  # type: ignore[method-assign]
+            return
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            type(optimizer).zero_grad(optimizer, set_to_none)
+            self._forget(p for group in optimizer.param_groups for p in group["params"])
+
+        self._optimizers.append(optimizer)
+        optimizer.zero_grad = wrapper.zero_grad = zero_grad  # type: ignore[method-assign]
+
+    def _zero_module(self, owner: nn.Module, set_to_none: bool = True) -> None:
+        type(owner).zero_grad(owner, set_to_none)
+        self._forget(owner.parameters())
+
+    def _forget(self, params: Iterable[Tensor]) -> None:
+        """Drop what was accumulated for ``params``, which may be those the module or those the optimizer shows."""
 
     def state_dict(self, keep: bool = True) -> dict[str, Any]:
         """The whole model's state by name. Collective when sharded; ranks with ``keep=False`` get an empty dict."""
@@ -74,9 +114,16 @@ class ReplicatedModel:
         self.module.load_state_dict(state_dict, strict=strict)
 
     def release(self) -> None:
-        """Make the module whole and plain again."""
+        """Make the module whole and plain again, and leave its optimizers alone."""
+        for handle in self._handles:
+            handle.remove()
+        for optimizer in self._optimizers:
+            optimizer.__dict__.pop("zero_grad", None)
+        for owner in self.module.modules():
+            owner.__dict__.pop("zero_grad", None)
         if self.reducer is not None:
             self.reducer.remove_hooks()
+            self.reducer.buckets.clear()
 
     # -- accounting ----------------------------------------------------------------------------------------------------
 

@@ -1,18 +1,18 @@
 """Stages 1 and 2: every rank holds the whole parameters, but only its rows of the optimizer state (and gradients).
 
 For each parameter there is a DTensor that is cut by rows, ``Shard(0)``, and whose local part is a view of this rank's rows
-of the whole parameter. The optimizer is given the DTensors. The backward pass leaves the mean of this rank's rows in their
+of the whole parameter. The optimizer steps on the DTensors. The backward pass leaves the mean of this rank's rows in their
 ``grad``; the optimizer updates the rows in place; one all-gather brings the rows of the others. Together that is the
 traffic of one all-reduce, for 1/N of the optimizer's work and memory.
 
-Between the last backward pass of a window and the end of the optimizer's step the module shows the DTensors in place of its
-parameters, as FSDP2 does, so that hooks, clipping and norms see the averaged gradients.
+Between the last backward pass of a window and the end of the optimizer's step the module and its optimizers show the
+DTensors in place of the parameters, as FSDP2 does, so that hooks, clipping and norms see the averaged gradients. At all
+other times both show the plain parameters.
 """
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +24,12 @@ from lightning_partrain import compat
 from lightning_partrain.mesh import ParallelMesh
 from lightning_partrain.numerics import local_tensor
 from lightning_partrain.parallel.optimizer import (
-    after_step,
+    LocalRows,
+    around_step,
     as_dtensor,
     is_elementwise,
-    step_on_local_rows,
+    shard_state,
+    swap_parameters,
 )
 from lightning_partrain.parallel.replicate import Reduce, ReplicatedModel
 from lightning_partrain.sync.reducer import Bucket, GradientReducer
@@ -42,9 +44,6 @@ class _GatherPlan:
     outgoing: list[Tensor] = field(default_factory=list)
     others: list[Tensor] = field(default_factory=list)
     incoming: list[Tensor] = field(default_factory=list)
-
-
-TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
 
 
 class ShardedOptimizerModel(ReplicatedModel):
@@ -67,15 +66,13 @@ class ShardedOptimizerModel(ReplicatedModel):
         ]
         self._shard_of = {p: self._row_shard(p, mesh) for p in module.parameters() if p.ndim} if training else {}
         self._by_name = dict(module.named_parameters())
+        self._whole_of = {shard: param for param, shard in self._shard_of.items()}
         self._showing_shards = False
         self._views: dict[Bucket, tuple[Tensor, list[DTensor]]] = {}
         self._plans: dict[Bucket, _GatherPlan] = {}
         super().__init__(module, mesh, reduce, training)
         if training:
-            for owner in module.modules():
-                owner.zero_grad = types.MethodType(self._module_zero_grad, owner)  # type: ignore[method-assign]
-            for name in TOGGLES:
-                setattr(module, name, self._toggle(getattr(module, name)))
+            self._watch_zero_grad()
 
     def _make_reducer(self) -> GradientReducer:
         replicas = self.mesh.group("dp_replicate") if self.mesh.size("dp_replicate") > 1 else None
@@ -144,16 +141,18 @@ class ShardedOptimizerModel(ReplicatedModel):
     # -- which parameters the module shows ------------------------------------------------------------------------------
 
     def _show(self, shards: bool) -> None:
-        if shards != self._showing_shards:
-            for owner, key, param in self._owners:
-                if param in self._shard_of:
-                    shard = self._shard_of[param]
-                    if shards:
-                        shard.requires_grad_(param.requires_grad)
-                    else:
-                        param.requires_grad_(shard.requires_grad)
-                    owner._parameters[key] = shard if shards else param
-            self._showing_shards = shards
+        """Let the module and the optimizers show the shards, or the whole parameters."""
+        if shards == self._showing_shards:
+            return
+        self._showing_shards = shards
+        new = self._shard_of if shards else self._whole_of
+        for old, param in new.items():
+            param.requires_grad_(old.requires_grad)
+        for owner, key, param in self._owners:
+            if param in self._shard_of:
+                owner._parameters[key] = self._shard_of[param] if shards else param
+        for optimizer in self._optimizers:
+            swap_parameters(optimizer, new)
 
     def before_forward(self) -> None:
         self._show(shards=False)
@@ -167,50 +166,41 @@ class ShardedOptimizerModel(ReplicatedModel):
         if last_of_window and automatic:
             self._show(shards=True)
 
-    def _toggle(self, method: Callable[..., None]) -> Callable[..., None]:
-        """Lightning toggles the optimizers' parameters, which are the shards; the forward pass uses the whole ones."""
-
-        def toggle(optimizer: Any) -> None:
-            method(optimizer)
-            for param, shard in self._shard_of.items():
-                param.requires_grad_(shard.requires_grad)
-
-        return toggle
-
     # -- optimizers ------------------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         return {name: self._shard_of.get(param, param) for name, param in self._by_name.items()}
 
+    def held_parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self._by_name)
+
+    def stepped(self, param: Tensor) -> Tensor:
+        return self._shard_of.get(param, param)
+
     def attach_optimizer(self, optimizer: torch.optim.Optimizer, wrapper: Any) -> None:
-        if is_elementwise(optimizer):
-            step_on_local_rows(optimizer)
-        after_step(optimizer, lambda: self._gather(optimizer))
-        for each in (optimizer, wrapper):
-            each.zero_grad = self._zero_grad_of(optimizer)
+        self._watch_zero_grad(optimizer, wrapper)
+        shard_state(optimizer, self._shard_of)
+        rows = LocalRows(optimizer) if is_elementwise(optimizer) else None
 
-    def _zero_grad_of(self, optimizer: torch.optim.Optimizer) -> Any:
-        def zero_grad(set_to_none: bool = True) -> None:
-            params = [p for group in optimizer.param_groups for p in group["params"]]
-            type(optimizer).zero_grad(optimizer, set_to_none)
-            plain = {shard: param for param, shard in self._shard_of.items()}
-            self._discard(plain[p] for p in params if p in plain)
+        def before() -> None:
+            self._show(shards=True)
+            if rows is not None:
+                rows.enter()
 
-        return zero_grad
+        def after() -> None:
+            if rows is not None:
+                rows.leave()
+            self._gather(optimizer)
 
-    def _module_zero_grad(self, owner: nn.Module, set_to_none: bool = True) -> None:
-        type(owner).zero_grad(owner, set_to_none)
-        params = [param for module in owner.modules() for param in module._parameters.values() if param is not None]
-        plain = {shard: param for param, shard in self._shard_of.items()}
-        mine = [plain.get(p, p) for p in params]
-        for param in mine:
+        self._handles += around_step(optimizer, before, after)
+
+    def _forget(self, params: Iterable[Tensor]) -> None:
+        assert self.reducer is not None
+        whole = [self._whole_of.get(p, p) for p in params]
+        for param in whole:
             if param in self._shard_of:
                 self._shard_of[param].grad = None
-        self._discard(mine)
-
-    def _discard(self, params: Iterable[nn.Parameter]) -> None:
-        assert self.reducer is not None
-        self.reducer.discard(p for p in params if p in self._shard_of)
+        self.reducer.discard(whole)
 
     @torch.no_grad()
     def _gather(self, optimizer: torch.optim.Optimizer) -> None:
@@ -261,10 +251,8 @@ class ShardedOptimizerModel(ReplicatedModel):
 
     def release(self) -> None:
         self._show(shards=False)
-        for owner in self.module.modules():
-            owner.__dict__.pop("zero_grad", None)
-        for name in TOGGLES:
-            self.module.__dict__.pop(name, None)
+        self._views.clear()
+        self._plans.clear()
         super().release()
 
     def state_tensors(self) -> dict[str, list[Tensor]]:

@@ -78,30 +78,38 @@ def monitored_names(trainer: Any) -> set[str]:
     return {name for name in names if isinstance(name, str)}
 
 
-def audit_logged_names(by_rank: list[list[list[Any]]], monitored: set[str]) -> None:
+def is_monitored(name: str, monitored: set[str]) -> bool:
+    """Whether ``monitored`` has ``name`` in one of the forms that Lightning gives it."""
+    forms = (name, f"{name}_step", f"{name}_epoch")
+    return any(each.split("/dataloader_idx_")[0] in forms for each in monitored)
+
+
+def audit_logged_names(by_rank: list[list[tuple[str, str, bool]]], monitored: set[str]) -> None:
     """Raise when ranks logged different names, or a monitored name on rank 0 only.
 
     Args:
-        by_rank: for each rank, its ``[name, rank_zero_only]`` pairs in order.
+        by_rank: for each rank, its (key, name, rank_zero_only) in order.
         monitored: see :func:`monitored_names`.
 
     Raises:
         RuntimeError: with the names that differ and the ranks that have them.
     """
-    names = [[name for name, _ in logged] for logged in by_rank]
-    if any(other != names[0] for other in names[1:]):
-        everyone = set.intersection(*(set(each) for each in names))
-        extra = {rank: sorted(set(each) - everyone) for rank, each in enumerate(names) if set(each) - everyone}
-        what = "; ".join(f"data-parallel rank {rank} alone has {keys}" for rank, keys in extra.items())
-        raise RuntimeError(
-            f"self.log was called with different names on different ranks: {what or 'the same names in another order'}. "
-            "Every rank must log the same names in the same order: take ranks and data out of names and conditions, "
-            "and log a neutral value where there is none."
-        )
-    for name, rank_zero_only in by_rank[0]:
-        plain = name.split(".")[1] if "." in name else name
-        if rank_zero_only and plain in monitored:
+    for name in {name for logged in by_rank for _, name, rank_zero_only in logged if rank_zero_only}:
+        if is_monitored(name, monitored):
             raise RuntimeError(
-                f"{plain!r} is monitored by a callback or scheduler but logged with rank_zero_only=True, so that the other ranks "
-                "cannot decide by it. Log it without rank_zero_only."
+                f"{name!r} is monitored by a callback or scheduler but logged with rank_zero_only=True, so that the other ranks "
+                "cannot decide by it. Log it without rank_zero_only, on every rank."
             )
+    keys = [[key for key, _, rank_zero_only in logged if not rank_zero_only] for logged in by_rank]
+    if any(other != keys[0] for other in keys[1:]):
+        having = {key: [rank for rank, each in enumerate(keys) if key in each] for each in keys for key in each}
+        some = [f"{key!r} on rank {_few(ranks)} only" for key, ranks in having.items() if len(ranks) < len(keys)]
+        raise RuntimeError(
+            "self.log was called with different names on different ranks: "
+            f"{_few(some, '; ') or 'the same names in another order'}. Every rank must log the same names in the same order: "
+            "take ranks and data out of names and conditions, and log a neutral value where there is none."
+        )
+
+
+def _few(items: list[Any], separator: str = ", ", most: int = 8) -> str:
+    return separator.join(map(str, items[:most])) + (f"{separator}..." if len(items) > most else "")

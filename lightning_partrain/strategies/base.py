@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 from torchmetrics import Metric
 
@@ -26,13 +27,16 @@ from lightning_partrain import compat, numerics
 from lightning_partrain.checkpoint import full
 from lightning_partrain.mesh import ParallelMesh, ParallelSizes
 from lightning_partrain.parallel.batchnorm import batch_norm_layers, restore_batch_norm, synchronize_batch_norm
-from lightning_partrain.parallel.optimizer import replace_parameters
+from lightning_partrain.parallel.optimizer import swap_parameters
 from lightning_partrain.parallel.replicate import ReplicatedModel
 from lightning_partrain.strategies import audit
-from lightning_partrain.strategies.failure import FailureNotice
+from lightning_partrain.strategies.failure import FailureNotice, lost_a_peer
 from lightning_partrain.strategies.launcher import RankLauncher
 from lightning_partrain.strategies.loaders import agree_on_length, seed_workers
-from lightning_partrain.sync.messages import broadcast_json, gather_json
+from lightning_partrain.sync.messages import broadcast_json, gather_json, meet
+
+#: Name of every parameter object that a module has had, so that optimizers can be given its present ones.
+_NAMES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 #: How long a checkpoint waits for ranks that have not called save.
 SAVE_WAIT = timedelta(minutes=5)
@@ -63,8 +67,10 @@ class MeshStrategy(ParallelStrategy):
         self._blocked = self._failed = False
         self._failure: FailureNotice | None = None
         self._monitored: set[str] = set()
-        self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # every parameter object this module has had -> name
-        compat.agree_on_epoch_metrics(_owner, _is_monitored)
+        self._step_hooks: list[RemovableHandle] = []
+        self._stepped: Callable[[Tensor], Tensor] = lambda param: param
+        self.agreeing = self._decides_within_epochs = self._agree_on_next_step = False
+        compat.agree_on_epoch_metrics(_owner)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: a strategy for lightning.pytorch.Trainer, not for pytorch_lightning.Trainer>"
@@ -153,7 +159,7 @@ class MeshStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         audit.audit_module(self.model)
         self.audit(trainer)
-        compat.before_epoch_end(trainer, self._check_logged_names)
+        compat.at_epoch_ends(trainer, self._agree_at_epoch_end)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if fitting and self._layer_sync is not None:
@@ -165,12 +171,14 @@ class MeshStrategy(ParallelStrategy):
         self._remember_names(self.model.named_parameters())
         self.model_parallel = self.parallelize(self.model, training=fitting)
         self._remember_names(self.model_parallel.named_parameters().items())
+        self._stepped = self.model_parallel.stepped
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
             self._attach_optimizers()
             self._monitored = audit.monitored_names(trainer)
+            self._decides_within_epochs = self._agree_on_next_step = compat.decides_within_epochs(trainer)
 
     def audit(self, trainer: Any) -> None:
         """Refuse what this strategy cannot honour. Subclasses add to it."""
@@ -181,24 +189,26 @@ class MeshStrategy(ParallelStrategy):
 
     def _remember_names(self, named: Any) -> None:
         for name, param in named:
-            self._names[param] = name
+            _NAMES[param] = name
 
     def _attach_optimizers(self) -> None:
         assert self.model_parallel is not None
-        now = self.model_parallel.named_parameters()
+        now = self.model_parallel.held_parameters()
         for wrapper in self._lightning_optimizers:
             optimizer = compat.unwrap_optimizer(wrapper)
             self._use_current_parameters(optimizer, now)
-            optimizer.register_step_pre_hook(lambda opt, *_: self._use_current_parameters(opt, now))
+            hook = optimizer.register_step_pre_hook(lambda opt, *_: self._use_current_parameters(opt, now))
+            self._step_hooks.append(hook)
             self.model_parallel.attach_optimizer(optimizer, wrapper)
 
     def _use_current_parameters(self, optimizer: torch.optim.Optimizer, now: dict[str, nn.Parameter]) -> None:
         """Optimizers built before the layout, or given new groups since, hold parameters that are no longer the model's."""
-        current = set(now.values())
+        assert self.model_parallel is not None
+        current = {*now.values(), *map(self._stepped, now.values())}
         params = {p for group in optimizer.param_groups for p in group["params"]}
-        stale = {p: now[self._names[p]] for p in params if p not in current and self._names.get(p) in now}
+        stale = {p: now[_NAMES[p]] for p in params if p not in current and _NAMES.get(p) in now}
         if stale:
-            replace_parameters(optimizer, stale)
+            swap_parameters(optimizer, stale)
         if stale or not params <= current:
             audit.audit_optimizer(optimizer, current, self.sharded)
 
@@ -236,7 +246,9 @@ class MeshStrategy(ParallelStrategy):
             if buffer is None or (batch_norm and not with_batch_norm):
                 continue
             state = (id(buffer), buffer._version)
-            if self._shared.setdefault(index, state) != state:
+            if (
+                batch_norm or self._shared.setdefault(index, state) != state
+            ):  # batch norm's kernel does not count versions
                 changed[index] = buffer
         if changed:
             if self.world_size > 1:
@@ -259,9 +271,12 @@ class MeshStrategy(ParallelStrategy):
         self.model_parallel.guard(True)
         try:
             with self.precision_plugin.train_step_context():
-                return self.lightning_module.training_step(*args, **kwargs)
+                output = self.lightning_module.training_step(*args, **kwargs)
         finally:
             self.model_parallel.guard(False)
+        if self._agree_on_next_step:  # every step of an epoch whose first one had something to agree on
+            self._agree_on_next_step = self._agree([])
+        return output
 
     def _evaluate(self, step: str, context: Any, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None and self.model_parallel is not None
@@ -321,11 +336,15 @@ class MeshStrategy(ParallelStrategy):
         self._precision_plugin = plugin
         if plugin is not None and type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
             plugin.clip_grad_by_norm = (  # type: ignore[method-assign]
-                lambda optimizer, clip_val: numerics.clip_grad_norm(plugin.main_params(optimizer), float(clip_val))
+                lambda optimizer, clip_val: numerics.clip_grad_norm(
+                    map(self._stepped, plugin.main_params(optimizer)), float(clip_val)
+                )
             )
         if plugin is not None and type(plugin).clip_grad_by_value is Precision.clip_grad_by_value:
             plugin.clip_grad_by_value = (  # type: ignore[method-assign]
-                lambda optimizer, clip_val: numerics.clip_grad_value(plugin.main_params(optimizer), float(clip_val))
+                lambda optimizer, clip_val: numerics.clip_grad_value(
+                    map(self._stepped, plugin.main_params(optimizer)), float(clip_val)
+                )
             )
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
@@ -392,11 +411,31 @@ class MeshStrategy(ParallelStrategy):
             seed_workers(dataloader, self.mesh.data_parallel_rank)
         return agree_on_length(dataloader, self.control_group) if self.world_size > 1 else dataloader
 
-    def _check_logged_names(self, trainer: Any) -> None:
-        """At the end of an epoch, before anything is reduced."""
-        logged = [[name, only] for name, only in compat.logged_names(trainer)]
+    def _agree(self, logged: list[Any]) -> bool:
+        """Check that all ranks have ``logged`` the same, and give monitored step values their mean (or sum, ...).
+
+        Collective over all ranks. Returns whether there were such values.
+        """
+        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
+        steps = compat.step_values(trainer, lambda name: audit.is_monitored(name, self._monitored))
+        names = [(key, key, False) for key in steps]
+        everyone = gather_json((logged + names, steps), torch.device("cpu"), self.control_group)
+        audit.audit_logged_names([names for names, _ in everyone], self._monitored)
+        values = [{key: value for key, (value, _) in each.items()} for _, each in everyone]
+        assert self.mesh is not None
+        reductions: dict[str, Any] = {"min": min, "max": max, "sum": lambda v: sum(v) / len(v) * self.mesh.size("data_parallel")}
+        mean = lambda v: sum(v) / len(v)
+        compat.set_step_values(trainer, {k: reductions.get(op, mean)([v[k] for v in values]) for k, (_, op) in steps.items()})
+        return bool(steps)
+
+    def _agree_at_epoch_end(self) -> None:
         if self.world_size > 1:
-            audit.audit_logged_names(gather_json(logged, torch.device("cpu"), self.control_group), self._monitored)
+            trainer = self.lightning_module.trainer  # type: ignore[union-attr]
+            self._agree(compat.logged_names(trainer))
+            self.agreeing = True
+            compat.compute_epoch_metrics(trainer)
+            self.agreeing = False
+        self._agree_on_next_step = self._decides_within_epochs
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------
 
@@ -408,13 +447,14 @@ class MeshStrategy(ParallelStrategy):
         """
         if self.world_size == 1 or not dist.is_initialized():
             return
-        try:
-            dist.monitored_barrier(self.control_group, timeout=min(self.timeout, SAVE_WAIT), wait_all_ranks=True)
-        except RuntimeError as error:
+        wait = min(self.timeout / 2, SAVE_WAIT)  # before the others give up waiting for this rank
+        missing = meet(compat.default_store(), wait)
+        if missing:
             raise RuntimeError(
-                f"A checkpoint is being saved on rank {self.global_rank}, but not on every rank ({str(error).splitlines()[0]}). Call "
-                "trainer.save_checkpoint on all ranks, without `if trainer.is_global_zero`; one of them writes the file."
-            ) from error
+                f"A checkpoint is being saved on rank {self.global_rank}, but not on every rank: {missing} did not come within "
+                f"{wait.total_seconds():.0f} s. Call trainer.save_checkpoint on all ranks, without `if trainer.is_global_zero`; "
+                "one of them writes the file."
+            )
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
@@ -425,14 +465,14 @@ class MeshStrategy(ParallelStrategy):
         return self.model_parallel.state_dict(keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return full.full_optimizer_state(compat.unwrap_optimizer(optimizer), keep=self.is_global_zero)
+        return full.full_optimizer_state(compat.unwrap_optimizer(optimizer), self._stepped, keep=self.is_global_zero)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         path = self.broadcast(filepath)  # rank 0's: others may have formatted it from their own numbers
         if not self.is_global_zero:
             return
         groups = [
-            [[self._names.get(p, "") for p in g["params"]] for g in compat.unwrap_optimizer(o).param_groups]
+            [[_NAMES.get(p, "") for p in g["params"]] for g in compat.unwrap_optimizer(o).param_groups]
             for o in self.optimizers
         ]
         checkpoint[full.KEY] = full.describe(self.layout() if self.mesh else {}, groups)
@@ -455,7 +495,7 @@ class MeshStrategy(ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            full.load_full_optimizer_state(compat.unwrap_optimizer(optimizer), saved)
+            full.load_full_optimizer_state(compat.unwrap_optimizer(optimizer), saved, self._stepped)
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 
@@ -464,7 +504,7 @@ class MeshStrategy(ParallelStrategy):
         if self._failure is None or isinstance(exception, (KeyboardInterrupt, SystemExit)):
             return
         first = self._failure.publish(exception)
-        if first["rank"] != self.global_rank:
+        if first["rank"] != self.global_rank and lost_a_peer(exception):
             raise RuntimeError(f"Stopped because {FailureNotice.describe(first)}.") from exception
 
     def teardown(self) -> None:
@@ -479,10 +519,14 @@ class MeshStrategy(ParallelStrategy):
                 self.model_parallel.release()
                 self._remember_names(self.lightning_module.named_parameters())
             self.model_parallel = None
+            while self._step_hooks:
+                self._step_hooks.pop().remove()
             if self._layer_sync is not None:
                 restore_batch_norm(self.lightning_module)
             if self.root_device.type != "cpu":
                 self.lightning_module.cpu()
+        if self.lightning_module is not None and self.lightning_module._trainer is not None:
+            compat.forget_epoch_ends(self.lightning_module.trainer, self.lightning_module)
         self.precision_plugin.teardown()
         self.cluster_environment.teardown()
         self.accelerator.teardown()
@@ -492,7 +536,3 @@ class MeshStrategy(ParallelStrategy):
 def _owner(reduce: Any) -> MeshStrategy | None:
     owner = getattr(reduce, "__self__", None)
     return owner if isinstance(owner, MeshStrategy) else None
-
-
-def _is_monitored(strategy: Any, name: str) -> bool:
-    return not strategy._monitored.isdisjoint((name, f"{name}_step", f"{name}_epoch"))

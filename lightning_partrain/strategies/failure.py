@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -14,6 +15,16 @@ from typing import Any
 import torch.distributed as dist
 
 _KEY, _POLL_SECONDS, _GRACE_SECONDS = "lightning_partrain/failure", 0.5, 10.0
+
+
+_LOST = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket|timed out|pair clos|did not come within", re.IGNORECASE
+)
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """Whether ``error`` says that another rank is gone or late, not what went wrong there."""
+    return isinstance(error, (dist.DistError, RuntimeError, ConnectionError)) and _LOST.search(str(error)) is not None
 
 
 class FailureNotice:

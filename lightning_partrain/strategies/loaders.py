@@ -16,37 +16,49 @@ from lightning_partrain.sync.messages import gather_json
 
 
 class _Wrapped:
-    """A loader with another end; everything else is the loader's own."""
+    """A loader with another end; everything else is the loader's own, also what is set from outside (Lightning resets the
+    iterator of persistent workers that way).
 
-    def __init__(self, loader: Any) -> None:
+    Args:
+        length: how many batches there are at most; ``None`` when nobody knows.
+    """
+
+    _OWN = frozenset(("_loader", "_length", "_group"))
+
+    def __init__(self, loader: Any, length: int | None) -> None:
         self._loader = loader
+        self._length = length
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":
+        if name in self._OWN:
             raise AttributeError(name)
         return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN:
+            super().__setattr__(name, value)
+        else:
+            setattr(self._loader, name, value)
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("The data loader of some rank has no length.")
+        return self._length
 
 
 class ShortenedLoader(_Wrapped):
     """The first ``length`` batches."""
 
-    def __init__(self, loader: Any, length: int) -> None:
-        super().__init__(loader)
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
     def __iter__(self) -> Iterator[Any]:
-        for _, batch in zip(range(self._length), self._loader, strict=False):
+        for _, batch in zip(range(len(self)), self._loader, strict=False):
             yield batch
 
 
 class AgreedLoader(_Wrapped):
     """Ends on all ranks as soon as one of them has no more batches; one small all-reduce a batch, on the host."""
 
-    def __init__(self, loader: Any, group: dist.ProcessGroup) -> None:
-        super().__init__(loader)
+    def __init__(self, loader: Any, length: int | None, group: dist.ProcessGroup) -> None:
+        super().__init__(loader, length)
         self._group = group
 
     def __iter__(self) -> Iterator[Any]:
@@ -55,12 +67,14 @@ class AgreedLoader(_Wrapped):
         count = 0
         while True:
             batch = next(batches, missing)
-            everyone = torch.tensor([int(batch is not missing)])
-            dist.all_reduce(everyone, dist.ReduceOp.MIN, group=self._group)
-            if not everyone.item():
-                if batch is not missing:
+            there = int(batch is not missing)
+            votes = torch.tensor([there, -there])
+            dist.all_reduce(votes, dist.ReduceOp.MIN, group=self._group)
+            everyone, someone = votes.tolist()
+            if not everyone:
+                if someone:
                     rank_zero_warn(
-                        f"The loader ended after {count} batches, when the first of the ranks ran out of them."
+                        f"A data loader ended after {count} batches, when the first of the ranks ran out of them."
                     )
                 return
             count += 1
@@ -70,20 +84,19 @@ class AgreedLoader(_Wrapped):
 def agree_on_length(loader: Any, control_group: dist.ProcessGroup) -> Any:
     """``loader`` itself when all ranks know the same length, else one that ends on all of them together.
 
-    Collective over ``control_group`` (CPU tensors).
+    Collective over ``control_group`` (CPU tensors). The length of an iterable data set is taken as a promise only.
     """
-    length = sized_len(loader)
-    known = length is not None and not has_iterable_dataset(loader)
-    lengths = gather_json(length if known else None, torch.device("cpu"), control_group)
-    if None in lengths:
-        return AgreedLoader(loader, control_group)
-    if len(set(lengths)) == 1:
-        return loader
-    rank_zero_warn(
-        f"The data loaders of the ranks have {', '.join(map(str, lengths))} batches; all of them stop after {min(lengths)}. "
-        "Give every rank as many batches (use_distributed_sampler=True does) to see all the data."
-    )
-    return ShortenedLoader(loader, min(lengths))
+    length, certain = sized_len(loader), not has_iterable_dataset(loader)
+    lengths, all_certain = zip(*gather_json((length, certain), torch.device("cpu"), control_group), strict=True)
+    shortest = None if None in lengths else min(lengths)
+    if shortest is not None and len(set(lengths)) > 1:
+        rank_zero_warn(
+            f"The data loaders of the ranks have {', '.join(map(str, lengths))} batches; all of them stop after {shortest}. "
+            "Give every rank as many batches (use_distributed_sampler=True does) to see all the data."
+        )
+    if shortest is None or not all(all_certain):
+        return AgreedLoader(loader, shortest, control_group)
+    return loader if len(set(lengths)) == 1 else ShortenedLoader(loader, shortest)
 
 
 def seed_workers(loader: Any, data_parallel_rank: int) -> None:

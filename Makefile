@@ -1,0 +1,47 @@
+# `make demo` and `make test` need Python 3.10 or newer and nothing else: they make .venv first.
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+FIND_PYTHON := for name in python3.11 python3 python; do \
+    $$name -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$name && break; done
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint benchmarks clean
+
+help:
+	@echo "make demo        train a small GPT on two processes and report on it (about three minutes)"
+	@echo "make test        lint, then the fast tests"
+	@echo "make test-all    lint, then all tests: the full parity cross and the soak runs"
+	@echo "make lint        ruff and mypy"
+	@echo "make benchmarks  measure, and write benchmarks/results"
+	@echo "make clean       remove what was built and what runs wrote, but not .venv"
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@python=$$($(FIND_PYTHON)); \
+	if [ -z "$$python" ]; then echo "No Python of at least 3.10 was found." >&2; exit 1; fi; \
+	[ -x $(PYTHON) ] || { echo "Making $(VENV) with $$($$python --version) ..."; $$python -m venv $(VENV); }
+	@echo "Installing into $(VENV): torch and what else is needed, once, a few minutes ..."
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+	@echo "Installed."
+
+demo: $(INSTALLED)
+	$(PYTHON) -m examples.demo
+
+test: lint
+	$(PYTHON) -m pytest
+
+test-all: lint
+	$(PYTHON) -m pytest -m 'slow or not slow'
+
+lint: $(INSTALLED)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+benchmarks: $(INSTALLED)
+	$(PYTHON) -m benchmarks.overhead
+
+clean:
+	rm -rf build dist runs wandb lightning_logs .mypy_cache .ruff_cache .pytest_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

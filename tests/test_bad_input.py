@@ -1,0 +1,385 @@
+"""What cannot be honoured is refused: one clear error on every rank, with the way out, before the first step, never a hang."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_partrain.strategies import Hybrid3DStrategy
+from tests.harness import RankFailure, run_ranks, trainer
+
+LIMIT = 30.0
+WAIT = 12.0  # the strategies' timeout: a rank that is left waiting says so instead of "Stopped because ..."
+
+
+class Plain(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        return self.layer(batch[0]).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def data() -> DataLoader:
+    return DataLoader(TensorDataset(torch.arange(24.0).view(6, 4) / 24), batch_size=2)
+
+
+def messages(module: Callable[[], pl.LightningModule] = Plain, ranks: int = 2, **options: Any) -> list[tuple[str, int]]:
+    """Each rank's error in a fit, with its type, and how many training steps it had made."""
+    arguments = options.pop("strategy", {})
+    callbacks = options.pop("callbacks", list)
+
+    def each(rank: int) -> tuple[str, int]:
+        built = module()
+        try:
+            run = trainer(Hybrid3DStrategy(**{"timeout": WAIT, **arguments}), ranks, callbacks=callbacks(), **options)
+            run.fit(built, data(), data())
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", getattr(built, "steps", 0)
+        return "no error", getattr(built, "steps", 0)
+
+    return run_ranks(ranks, each, LIMIT)
+
+
+def assert_refused(results: list[tuple[str, int]], *words: str, steps: int = 0) -> None:
+    """Every rank raised an error with all ``words``, after ``steps`` training steps."""
+    for rank, (message, made) in enumerate(results):
+        missing = [word for word in words if word not in message]
+        assert not missing, f"rank {rank} does not say {missing}: {message}"
+        assert made == steps, f"rank {rank} made {made} steps before: {message}"
+
+
+# -- arguments -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"zero_stage": 4}, ["zero_stage=4", "0", "1", "2", "3"]),
+        ({"zero_stage": "1"}, ["zero_stage='1'"]),
+        ({"reduce": "epoch"}, ["reduce='epoch'", "'window'", "'micro_batch'"]),
+        ({"timeout": 0}, ["timeout", "positive"]),
+        ({"timeout": -3.0}, ["timeout", "positive", "-3"]),
+        ({"timeout": timedelta(0)}, ["timeout", "positive"]),
+    ],
+    ids=str,
+)
+def test_arguments_that_do_not_exist(arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        Hybrid3DStrategy(**arguments)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments", "words"),
+    [
+        (2, {"data_parallel_size": 3}, ["data_parallel_size=3", "3 processes", "gives 2", "data_parallel_size=2"]),
+        (2, {"data_parallel_size": 1}, ["data_parallel_size=1", "gives 2", "'auto'"]),
+        (2, {"data_parallel_size": 0}, ["data_parallel_size", "at least 1", "0"]),
+        (4, {"data_parallel_replicate_size": 3}, ["data_parallel_replicate_size=3", "4", "1, 2, 4"]),
+        (2, {"data_parallel_replicate_size": 0}, ["data_parallel_replicate_size", "at least 1", "0"]),
+    ],
+    ids=str,
+)
+def test_sizes_that_do_not_multiply_to_the_number_of_processes(
+    ranks: int, arguments: dict[str, Any], words: list[str]
+) -> None:
+    assert_refused(messages(ranks=ranks, strategy=arguments), "ValueError", *words)
+
+
+# -- callbacks, modules and optimizers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "callback", [lambda: StochasticWeightAveraging(swa_lrs=0.01), WeightAveraging], ids=["swa", "ema"]
+)
+def test_weight_averaging_of_shards(zero_stage: int, callback: Callable[[], Callback]) -> None:
+    results = messages(strategy={"zero_stage": zero_stage}, callbacks=lambda: [callback()])
+    assert_refused(results, "WeightAveraging", f"zero_stage={zero_stage}", "Use zero_stage=0")
+
+
+@pytest.mark.parametrize(
+    "callback", [lambda: StochasticWeightAveraging(swa_lrs=0.01), WeightAveraging], ids=["swa", "ema"]
+)
+def test_weight_averaging_of_whole_parameters_is_welcome(callback: Callable[[], Callback]) -> None:
+    results = messages(strategy={"zero_stage": 0}, callbacks=lambda: [callback()], max_epochs=2)
+    assert results == [("no error", 6)] * 2
+
+
+class SparseEmbedding(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(4, 2, sparse=True)
+
+
+class SparseBag(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.ModuleList([nn.EmbeddingBag(4, 2, sparse=True)])
+
+
+class ComplexParameter(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+
+
+class ForeignOptimizer(Plain):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), nn.Parameter(torch.zeros(7))], lr=0.01)
+
+
+class OptimizerOfACopy(Plain):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=0.01)
+
+
+class SecondOrder(Plain):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (SparseEmbedding, ["'words'", "sparse=False"]),
+        (SparseBag, ["'words.0'", "sparse=False"]),
+        (ComplexParameter, ["'phase'", "complex", "view_as_real"]),
+        (ForeignOptimizer, ["SGD", "1 parameters", "(7,)", "self.parameters()"]),
+        (OptimizerOfACopy, ["SGD", "2 parameters", "(2, 4)", "self.parameters()"]),
+    ],
+)
+def test_modules_and_optimizers_that_would_not_train(module: type[Plain], words: list[str], zero_stage: int) -> None:
+    assert_refused(messages(module, strategy={"zero_stage": zero_stage}), "ValueError", *words)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_lbfgs_over_shards(zero_stage: int) -> None:
+    results = messages(SecondOrder, strategy={"zero_stage": zero_stage})
+    assert_refused(results, "ValueError", "LBFGS", "Use zero_stage=0")
+
+
+OTHER_PACKAGE = """
+import sys
+import time
+import pytorch_lightning
+import lightning_partrain
+from lightning_partrain.strategies import Hybrid3DStrategy
+
+for strategy in ("hybrid_3d", Hybrid3DStrategy()):
+    try:
+        pytorch_lightning.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", end="<end>")
+"""
+
+
+def test_the_trainer_of_the_other_package() -> None:
+    """`lightning` and `pytorch_lightning` may both be installed, and their Trainers do not take each other's strategies."""
+    done = subprocess.run([sys.executable, "-c", OTHER_PACKAGE], capture_output=True, text=True, timeout=90)
+    assert done.stdout.count("<end>") == 2, done.stdout + done.stderr
+    by_name, by_instance, _ = done.stdout.split("<end>")
+    for message in (by_name, by_instance):
+        assert "lightning.pytorch" in message and "pytorch_lightning" in message, done.stdout + done.stderr
+    assert "import lightning" in by_name and "hybrid_3d" in by_name
+
+
+# -- what ranks log --------------------------------------------------------------------------------------------------------
+
+
+class LogsItsRank(Plain):
+    where = "training_step"
+
+    def _log(self, where: str) -> None:
+        if where == self.where:
+            self.log(f"value_of_{self.global_rank}", 1.0, on_step=False, on_epoch=True, batch_size=2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self._log("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._log("validation_step")
+
+    def on_train_epoch_end(self) -> None:
+        self._log("on_train_epoch_end")
+
+    def on_validation_epoch_end(self) -> None:
+        self._log("on_validation_epoch_end")
+
+
+HOOKS = {"training_step": 3, "validation_step": 3, "on_train_epoch_end": 3, "on_validation_epoch_end": 3}
+
+
+def at(base: type[LogsItsRank], hook: str) -> type[LogsItsRank]:
+    return type(base.__name__, (base,), {"where": hook})
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_logged_names_that_depend_on_the_rank(hook: str) -> None:
+    results = messages(at(LogsItsRank, hook))
+    assert_refused(
+        results, "RuntimeError", "value_of_0", "value_of_1", "rank 0", "rank 1", "Every rank must log", steps=3
+    )
+
+
+class LogsOnRankZero(LogsItsRank):
+    def _log(self, where: str) -> None:
+        if where == self.where and self.global_rank == 0:
+            self.log("score", 1.0, batch_size=2)
+
+
+class LogsForRankZero(LogsItsRank):
+    def _log(self, where: str) -> None:
+        if where == self.where:
+            self.log("score", 1.0, batch_size=2, rank_zero_only=True)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("callback", [EarlyStopping, ModelCheckpoint])
+def test_a_monitored_value_that_only_rank_zero_logs(hook: str, callback: Any, tmp_path: Path) -> None:
+    def callbacks() -> list[Callback]:
+        if callback is EarlyStopping:
+            return [EarlyStopping("score", check_on_train_epoch_end="train" in hook)]
+        return [ModelCheckpoint(tmp_path, monitor="score", save_on_train_epoch_end="train" in hook)]
+
+    options: dict[str, Any] = {"callbacks": callbacks, "enable_checkpointing": callback is ModelCheckpoint}
+    results = messages(at(LogsOnRankZero, hook), **options)
+    assert_refused(results, "RuntimeError", "score", "rank 0", "Every rank must log", steps=3)
+    results = messages(at(LogsForRankZero, hook), **options)
+    assert_refused(results, "RuntimeError", "'score'", "monitor", "rank_zero_only", steps=3)
+
+
+# -- what only some ranks do -----------------------------------------------------------------------------------------------
+
+
+class SavesOnOneRank(Plain):
+    def __init__(self, rank: int, path: Path) -> None:
+        super().__init__()
+        self.saving_rank, self.path = rank, path
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_rank == self.saving_rank:
+            self.trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("saving_rank", [0, 1])
+def test_a_checkpoint_that_one_rank_saves_during_training(saving_rank: int, tmp_path: Path) -> None:
+    def each(rank: int) -> None:
+        module = SavesOnOneRank(saving_rank, tmp_path / "one.ckpt")
+        trainer(Hybrid3DStrategy(timeout=6), 2).fit(module, data())
+
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(2, each, LIMIT)
+    assert all(code not in (0, None) for code in caught.value.codes), caught.value
+    for report in caught.value.reports:
+        assert f"being saved on rank {saving_rank}, but not on every rank" in report and "on all ranks" in report, (
+            report
+        )
+    assert caught.value.seconds < 20
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_one_rank_saves_after_training(tmp_path: Path) -> None:
+    def each(rank: int) -> str:
+        run = trainer(Hybrid3DStrategy(timeout=6), 2)
+        run.fit(Plain(), data())
+        if rank == 1:
+            return ""
+        with pytest.raises(RuntimeError) as caught:
+            run.save_checkpoint(tmp_path / "one.ckpt")
+        return str(caught.value)
+
+    start = time.monotonic()
+    assert "being saved on rank 0, but not on every rank" in run_ranks(2, each, LIMIT)[0]
+    assert time.monotonic() - start < 15
+
+
+class BackwardByHand(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.steps += 1
+        self.layer(batch[0]).square().mean().backward()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_a_backward_pass_behind_the_strategys_back(zero_stage: int) -> None:
+    results = messages(BackwardByHand, strategy={"zero_stage": zero_stage})
+    assert_refused(results, "RuntimeError", "manual_backward(loss)", "loss.backward()", steps=1)
+
+
+class StepsByHand(BackwardByHand):
+    """`own` takes `loss.backward()`, otherwise `self.manual_backward(loss)`."""
+
+    own = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.layer(batch[0] + self.global_rank).square().mean()
+        optimizer.zero_grad()
+        loss.backward() if self.own else self.manual_backward(loss)
+        optimizer.step()
+
+
+def test_stage_three_averages_the_gradients_of_any_backward_pass() -> None:
+    """FSDP2 reduces in hooks of its own, so there is nothing to refuse."""
+
+    def each(rank: int) -> list[Tensor]:
+        weights = []
+        for own in (False, True):
+            torch.manual_seed(0)
+            module = StepsByHand()
+            module.own = own
+            trainer(Hybrid3DStrategy(zero_stage=3, timeout=WAIT), 2).fit(module, data())
+            weights.append(module.layer.weight.detach().clone())
+        return weights
+
+    results = run_ranks(2, each, LIMIT)
+    first = results[0][0]
+    assert all(torch.equal(weight, first) for weights in results for weight in weights)
+    torch.manual_seed(0)
+    assert not torch.equal(first, Plain().layer.weight)
+
+
+class BroadcastsAnObject(Plain):
+    def on_fit_start(self) -> None:
+        self.trainer.strategy.broadcast({"what": [object()]})
+
+    def on_train_start(self) -> None:
+        raise AssertionError("the broadcast went through")
+
+
+def test_a_broadcast_of_what_is_not_json() -> None:
+    assert_refused(messages(BroadcastsAnObject), "TypeError", "not object", "Only JSON values", "strategy.all_gather")
