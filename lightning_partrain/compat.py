@@ -46,6 +46,7 @@ __all__ = [
     "fill_unused_gradients",
     "forget_epoch_ends",
     "fsdp_forget_gradients",
+    "fsdp_gather_for_methods",
     "fsdp_gathered",
     "fsdp_params",
     "init_dist_connection",
@@ -117,11 +118,24 @@ def agree_on_epoch_metrics(owner: Callable[[Any], Any]) -> None:
     _ResultCollection._agrees = True
 
 
+class _HookThen:
+    """A module's hook followed by ``then()``; in copies and pickles of the module it is the plain hook."""
+
+    def __init__(self, hook: Callable[[], None], then: Callable[[], None]) -> None:
+        self.__wrapped__, self.then = hook, then
+
+    def __call__(self) -> None:
+        self.__wrapped__()
+        self.then()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.__wrapped__.__self__, self.__wrapped__.__name__)
+
+
 def at_epoch_ends(trainer: Any, agree: Callable[[], None]) -> None:
     """Call ``agree()`` on all ranks when a loop has reached the end of an epoch, before hooks see its values, and again
     after the hooks that may log more, before callbacks decide. Undone by :func:`forget_epoch_ends`."""
     connector, module = trainer._logger_connector, trainer.lightning_module
-    hook = module.on_train_epoch_end
 
     def epoch_end_reached() -> None:
         type(connector).epoch_end_reached(connector)
@@ -131,22 +145,16 @@ def at_epoch_ends(trainer: Any, agree: Callable[[], None]) -> None:
         agree()
         type(connector).on_epoch_end(connector)
 
-    @functools.wraps(hook)
-    def on_train_epoch_end() -> None:  # between the module's hook and the callbacks that monitor
-        hook()
-        agree()
-
     connector.epoch_end_reached, connector.on_epoch_end = epoch_end_reached, on_epoch_end
-    module.on_train_epoch_end = on_train_epoch_end
+    # Lightning calls the callbacks that monitor right after this hook, before the connector's
+    module.on_train_epoch_end = _HookThen(module.on_train_epoch_end, agree)
 
 
-def forget_epoch_ends(trainer: Any, module: Any) -> None:
-    for owner, name in (
-        (trainer._logger_connector, "epoch_end_reached"),
-        (trainer._logger_connector, "on_epoch_end"),
-        (module, "on_train_epoch_end"),
-    ):
-        vars(owner).pop(name, None)
+def forget_epoch_ends(module: Any) -> None:
+    connector = module._trainer._logger_connector if module._trainer is not None else None
+    for owner, name in ((connector, "epoch_end_reached"), (connector, "on_epoch_end"), (module, "on_train_epoch_end")):
+        if owner is not None:
+            vars(owner).pop(name, None)
 
 
 def default_store() -> dist.Store:
@@ -169,7 +177,7 @@ def compute_epoch_metrics(trainer: Any) -> None:
 def step_values(trainer: Any, wanted: Callable[[str], bool]) -> dict[str, tuple[float, str]]:
     """Key -> (value, reduction) of the last step value of each ``wanted`` name that training has logged in this epoch."""
     values = {}
-    for key, metric in trainer.fit_loop._results.items():
+    for key, metric in trainer.fit_loop.epoch_loop._results.items():
         sync, cache = metric.meta.sync, metric._forward_cache
         ours = metric.meta.on_step and not (metric.has_reset or sync.should or sync.rank_zero_only)
         if ours and isinstance(cache, Tensor) and wanted(metric.meta.name):
@@ -181,10 +189,12 @@ def step_values(trainer: Any, wanted: Callable[[str], bool]) -> dict[str, tuple[
 def set_step_values(trainer: Any, values: dict[str, float]) -> None:
     """Put agreed values in the place of those of :func:`step_values`, also where callbacks look."""
     for key, value in values.items():
-        metric = trainer.fit_loop._results[key]
+        metric = trainer.fit_loop.epoch_loop._results[key]
         metric._forward_cache = metric._agreed = torch.full_like(metric._forward_cache, value)
         seen = trainer._logger_connector._callback_metrics
-        seen.update({name: metric._agreed for name in (metric.meta.name, metric.meta.forked_name(True)) if name in seen})
+        seen.update(
+            {name: metric._agreed for name in (metric.meta.name, metric.meta.forked_name(True)) if name in seen}
+        )
 
 
 def decides_within_epochs(trainer: Any) -> bool:
@@ -233,6 +243,44 @@ def fsdp_params(root: nn.Module) -> list[Any]:
         for group in fsdp_param_groups(module)
         for param in group.fsdp_params
     ]
+
+
+def fsdp_gather_for_methods(module: FSDPModule, names: list[str]) -> None:
+    """Gather the parameters of ``module`` for the length of each of its methods ``names``, as for ``forward``.
+
+    torch's ``register_fsdp_forward_method`` does so too, but a call of ``forward`` inside such a method ends the gathering at
+    the inner call, and the parameters are gathered once more (torch 2.11 to 2.13). Here only the outermost call counts.
+    """
+    state = module._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    depth = 0
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal depth
+        depth += 1
+        return state._pre_forward(module, args, kwargs) if depth == 1 else (args, kwargs)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        nonlocal depth
+        depth = max(0, depth - 1)
+        return state._post_forward(module, args, output) if depth == 0 else output
+
+    state._pre_forward_hook_handle = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+    state._post_forward_hook_handle = module.register_forward_hook(leave)
+
+    def gathered(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            depth = 0  # an exception may have left an earlier call open
+            args, kwargs = enter(module, args, kwargs)
+            return leave(module, args, method(*args, **kwargs))
+
+        return step
+
+    for name in names:
+        setattr(module, name, gathered(getattr(module, name)))
 
 
 def fill_unused_gradients(module: FSDPModule, used: set[Any]) -> None:

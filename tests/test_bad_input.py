@@ -23,11 +23,17 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_partrain.strategies import Hybrid3DStrategy
+from lightning_partrain.strategies import Hybrid3DStrategy, failure
 from tests.harness import RankFailure, run_ranks, trainer
 
 LIMIT = 30.0
 WAIT = 12.0  # the strategies' timeout: a rank that is left waiting says so instead of "Stopped because ..."
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 leaves the others three of these to read what happened to it."""
+    monkeypatch.setattr(failure, "_POLL_SECONDS", 0.1)
 
 
 class Plain(pl.LightningModule):
@@ -193,7 +199,7 @@ import sys
 import time
 import pytorch_lightning
 import lightning_partrain
-from lightning_partrain.strategies import Hybrid3DStrategy
+from lightning_partrain.strategies import Hybrid3DStrategy, failure
 
 for strategy in ("hybrid_3d", Hybrid3DStrategy()):
     try:
@@ -277,6 +283,59 @@ def test_a_monitored_value_that_only_rank_zero_logs(hook: str, callback: Any, tm
     assert_refused(results, "RuntimeError", "score", "rank 0", "Every rank must log", steps=3)
     results = messages(at(LogsForRankZero, hook), **options)
     assert_refused(results, "RuntimeError", "'score'", "monitor", "rank_zero_only", steps=3)
+
+
+class LogsUnevenly(Plain):
+    """What is allowed: values for rank 0 alone that nobody monitors, and looking at the metrics on one rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("loss", 10.0 * batch_idx + self.global_rank)
+        self.log("sum", 1.0, reduce_fx="sum")
+        self.log("both", float(self.global_rank), on_step=True, on_epoch=True, batch_size=2)
+        if self.global_rank == 0:
+            self.log("for rank 0", 1.0, rank_zero_only=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("score", float(self.global_rank), batch_size=2)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("end", float(self.global_rank))
+        if self.global_rank == 0:
+            self.looked = dict(self.trainer.callback_metrics)
+
+    def on_validation_epoch_end(self) -> None:
+        if self.global_rank == 1:
+            self.looked = dict(self.trainer.callback_metrics)
+
+
+MONITORS: dict[str, Callable[[Path], Callback]] = {
+    "early stopping": lambda _: EarlyStopping("loss", check_on_train_epoch_end=True),
+    "early stopping after validation": lambda _: EarlyStopping("loss"),
+    "checkpoint": lambda path: ModelCheckpoint(path, monitor="loss", save_on_train_epoch_end=True),
+    "checkpoint of an epoch hook": lambda path: ModelCheckpoint(path, monitor="end", save_on_train_epoch_end=True),
+    "checkpoint of a validation": lambda path: ModelCheckpoint(path, monitor="score"),
+    "checkpoint in steps": lambda path: ModelCheckpoint(path, monitor="loss", every_n_train_steps=1, mode="max"),
+    "sum in steps": lambda path: ModelCheckpoint(path, monitor="sum", every_n_train_steps=2),
+    "mean of an epoch": lambda path: ModelCheckpoint(path, monitor="both_epoch", save_on_train_epoch_end=True),
+    "last of an epoch": lambda path: ModelCheckpoint(path, monitor="both_step", save_on_train_epoch_end=True),
+}
+AGREED = {"loss": 20.5, "sum": 2.0, "end": 0.5, "score": 0.5, "both_epoch": 0.5, "both_step": 0.5}
+
+
+@pytest.mark.parametrize("kind", MONITORS)
+def test_a_monitored_value_is_one_value(kind: str, tmp_path: Path) -> None:
+    def each(rank: int) -> float:
+        callback = MONITORS[kind](tmp_path)
+        checkpoints = isinstance(callback, ModelCheckpoint)
+        module = LogsUnevenly()
+        run = trainer(Hybrid3DStrategy(timeout=WAIT), 2, callbacks=[callback], enable_checkpointing=checkpoints)
+        run.fit(module, data(), data())
+        assert "on_train_epoch_end" not in vars(module), "the module keeps something of the run"
+        return float(callback.best_model_score if isinstance(callback, ModelCheckpoint) else callback.best_score)
+
+    expected = AGREED[getattr(MONITORS[kind](tmp_path), "monitor")]  # noqa: B009
+    assert run_ranks(2, each, LIMIT) == [pytest.approx(expected)] * 2
 
 
 # -- what only some ranks do -----------------------------------------------------------------------------------------------

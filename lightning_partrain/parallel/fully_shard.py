@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_partrain import compat
@@ -92,12 +92,9 @@ class FullyShardedModel(ReplicatedModel):
         ]
         self._shard(module, roots, mesh, ignored={p for _, p in self._whole})
         self._roots = [root for root in roots if isinstance(root, FSDPModule)]
-        self._methods = []
-        if automatic:
-            for name in STEPS:
-                if is_overridden(name, module):
-                    register_fsdp_forward_method(module, name)
-                    self._methods.append(name)
+        self._methods = [name for name in STEPS if automatic and is_overridden(name, module)]
+        if isinstance(module, FSDPModule) and automatic:
+            compat.fsdp_gather_for_methods(module, self._methods)
         self._used: set[Any] = set()
         super().__init__(module, mesh, reduce, training)
         if training:

@@ -40,8 +40,9 @@ def local_rows(full: Tensor, like: DTensor) -> Tensor:
     return cut.to_local().clone()
 
 
-def as_dtensor(local: Tensor, like: DTensor) -> DTensor:
+def as_dtensor(local: Tensor, like: Tensor) -> DTensor:
     """``local``, this rank's part of a tensor, as a DTensor of the shape and placement of ``like``."""
+    assert isinstance(like, DTensor)
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

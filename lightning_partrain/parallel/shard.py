@@ -12,7 +12,7 @@ other times both show the plain parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,9 +64,11 @@ class ShardedOptimizerModel(ReplicatedModel):
             for key, param in owner._parameters.items()
             if param is not None
         ]
-        self._shard_of = {p: self._row_shard(p, mesh) for p in module.parameters() if p.ndim} if training else {}
+        self._shard_of: dict[Tensor, nn.Parameter] = {}
+        if training:
+            self._shard_of = {p: self._row_shard(p, mesh) for p in module.parameters() if p.ndim}
         self._by_name = dict(module.named_parameters())
-        self._whole_of = {shard: param for param, shard in self._shard_of.items()}
+        self._whole_of: dict[Tensor, Tensor] = {shard: param for param, shard in self._shard_of.items()}
         self._showing_shards = False
         self._views: dict[Bucket, tuple[Tensor, list[DTensor]]] = {}
         self._plans: dict[Bucket, _GatherPlan] = {}
@@ -82,6 +84,7 @@ class ShardedOptimizerModel(ReplicatedModel):
             replicas,
             cut=True,
             keep_buffers=self._keep_buffers,
+            target=self._target,
             deliver=self._deliver,
         )
 
@@ -101,13 +104,17 @@ class ShardedOptimizerModel(ReplicatedModel):
         chunk = -(-full.shape[0] // self._shards)
         return full[min(rank * chunk, full.shape[0]) : (rank + 1) * chunk]
 
+    def _target(self, bucket: Bucket) -> Tensor | None:
+        """The gradients' own memory, unless it holds some already."""
+        flat, _ = self._gradient_views(bucket)
+        return flat if all(self._shard_of[slot.param].grad is None for slot in bucket.slots) else None
+
     @torch.no_grad()
     def _deliver(self, bucket: Bucket, mean: Tensor, used: list[bool]) -> None:
         """Make ``mean``, this rank's row of ``bucket``, the gradient of the shards, or add it to what they have."""
         target, grads = self._gradient_views(bucket)
         shards = [self._shard_of[slot.param] for slot in bucket.slots]
-        if all(shard.grad is None for shard in shards):
-            target.copy_(mean)
+        if mean is target:
             for shard, grad, any_rank in zip(shards, grads, used, strict=True):
                 shard.grad = grad if any_rank else None
             return
@@ -145,7 +152,7 @@ class ShardedOptimizerModel(ReplicatedModel):
         if shards == self._showing_shards:
             return
         self._showing_shards = shards
-        new = self._shard_of if shards else self._whole_of
+        new: Mapping[Tensor, Tensor] = self._shard_of if shards else self._whole_of
         for old, param in new.items():
             param.requires_grad_(old.requires_grad)
         for owner, key, param in self._owners:
@@ -261,4 +268,5 @@ class ShardedOptimizerModel(ReplicatedModel):
         shards = [s for s in self._shard_of.values() if s.grad is not None]
         whole = [p for p in self._by_name.values() if p.grad is not None]
         states["gradients"] = [local_tensor(p.grad) for p in (*whole, *shards) if p.grad is not None]
+        states["buckets"] += [flat for flat, _ in self._views.values()]
         return states

@@ -47,27 +47,38 @@ def audit_callbacks(callbacks: list[Any], zero_stage: int) -> None:
             )
 
 
-def audit_optimizer(optimizer: torch.optim.Optimizer, known: set[nn.Parameter], sharded: bool) -> None:
+def audit_optimizer(optimizer: torch.optim.Optimizer, sharded: bool) -> None:
+    """Raise for optimizers whose rule needs what this rank does not have.
+
+    Args:
+        optimizer: as the user built it.
+        sharded: whether each rank holds a part of the parameters or gradients only.
+
+    Raises:
+        ValueError: L-BFGS over shards.
+    """
+    if sharded and isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS works on one vector of all gradients, which no rank has under sharding. Use zero_stage=0."
+        )
+
+
+def audit_optimizer_parameters(optimizer: torch.optim.Optimizer, known: set[nn.Parameter]) -> None:
     """Raise for optimizers that would not train this module.
 
     Args:
         optimizer: after its parameters were replaced by those of the run.
         known: the parameters of the run.
-        sharded: whether each rank holds a part of them only.
 
     Raises:
-        ValueError: parameters that are not the module's, L-BFGS over shards.
+        ValueError: parameters that are not the module's.
     """
     strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
     if strangers:
-        shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
+        shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3]) + (", ..." if len(strangers) > 3 else "")
         raise ValueError(
-            f"{type(optimizer).__name__} holds {len(strangers)} parameters that are not the LightningModule's (shapes {shapes}, ...), "
+            f"{type(optimizer).__name__} holds {len(strangers)} parameters that are not the LightningModule's (shapes {shapes}), "
             "so the model would not train. Build it in configure_optimizers from self.parameters()."
-        )
-    if sharded and isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            "LBFGS works on one vector of all gradients, which no rank has under sharding. Use zero_stage=0."
         )
 
 

@@ -119,7 +119,8 @@ class MeshStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        for each in (rank_zero_only, fabric_rank_zero_only):
+            setattr(each, "rank", self.global_rank)  # noqa: B010  # an attribute of a function
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
@@ -145,9 +146,10 @@ class MeshStrategy(ParallelStrategy):
             self._failure = FailureNotice(compat.default_store(), self.global_rank, self.mesh.coordinates())
 
     @cached_property
-    def control_group(self) -> dist.ProcessGroup | None:
+    def control_group(self) -> dist.ProcessGroup:
         """All ranks, for small messages on the host. Its first use is collective."""
         if self.process_group_backend == "gloo":
+            assert dist.group.WORLD is not None
             return dist.group.WORLD
         return dist.new_group(backend="gloo", timeout=self.timeout)
 
@@ -196,6 +198,7 @@ class MeshStrategy(ParallelStrategy):
         now = self.model_parallel.held_parameters()
         for wrapper in self._lightning_optimizers:
             optimizer = compat.unwrap_optimizer(wrapper)
+            audit.audit_optimizer(optimizer, self.sharded)
             self._use_current_parameters(optimizer, now)
             hook = optimizer.register_step_pre_hook(lambda opt, *_: self._use_current_parameters(opt, now))
             self._step_hooks.append(hook)
@@ -210,7 +213,7 @@ class MeshStrategy(ParallelStrategy):
         if stale:
             swap_parameters(optimizer, stale)
         if stale or not params <= current:
-            audit.audit_optimizer(optimizer, current, self.sharded)
+            audit.audit_optimizer_parameters(optimizer, current)
 
     @property
     def sharded(self) -> bool:
@@ -335,7 +338,7 @@ class MeshStrategy(ParallelStrategy):
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = plugin
         if plugin is not None and type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
-            plugin.clip_grad_by_norm = (  # type: ignore[method-assign]
+            plugin.clip_grad_by_norm = (  # type: ignore[method-assign,assignment]
                 lambda optimizer, clip_val: numerics.clip_grad_norm(
                     map(self._stepped, plugin.main_params(optimizer)), float(clip_val)
                 )
@@ -421,11 +424,9 @@ class MeshStrategy(ParallelStrategy):
         names = [(key, key, False) for key in steps]
         everyone = gather_json((logged + names, steps), torch.device("cpu"), self.control_group)
         audit.audit_logged_names([names for names, _ in everyone], self._monitored)
-        values = [{key: value for key, (value, _) in each.items()} for _, each in everyone]
+        values = {key: [each[key] for _, each in everyone] for key in steps}
         assert self.mesh is not None
-        reductions: dict[str, Any] = {"min": min, "max": max, "sum": lambda v: sum(v) / len(v) * self.mesh.size("data_parallel")}
-        mean = lambda v: sum(v) / len(v)
-        compat.set_step_values(trainer, {k: reductions.get(op, mean)([v[k] for v in values]) for k, (_, op) in steps.items()})
+        compat.set_step_values(trainer, {k: _reduced(v, self.mesh.size("data_parallel")) for k, v in values.items()})
         return bool(steps)
 
     def _agree_at_epoch_end(self) -> None:
@@ -525,8 +526,8 @@ class MeshStrategy(ParallelStrategy):
                 restore_batch_norm(self.lightning_module)
             if self.root_device.type != "cpu":
                 self.lightning_module.cpu()
-        if self.lightning_module is not None and self.lightning_module._trainer is not None:
-            compat.forget_epoch_ends(self.lightning_module.trainer, self.lightning_module)
+        if self.lightning_module is not None:
+            compat.forget_epoch_ends(self.lightning_module)
         self.precision_plugin.teardown()
         self.cluster_environment.teardown()
         self.accelerator.teardown()
@@ -536,3 +537,11 @@ class MeshStrategy(ParallelStrategy):
 def _owner(reduce: Any) -> MeshStrategy | None:
     owner = getattr(reduce, "__self__", None)
     return owner if isinstance(owner, MeshStrategy) else None
+
+
+def _reduced(values: list[tuple[float, str]], replicas: int) -> float:
+    """(value, reduction) of all ranks as one value of the data-parallel ranks; ranks that see the same samples agree."""
+    numbers = [value for value, _ in values]
+    mean = sum(numbers) / len(numbers)
+    how = next((each for _, each in values if each != "mean"), "mean")
+    return {"min": min(numbers), "max": max(numbers), "sum": mean * replicas}.get(how, mean)

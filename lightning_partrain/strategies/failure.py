@@ -18,7 +18,8 @@ _KEY, _POLL_SECONDS, _GRACE_SECONDS = "lightning_partrain/failure", 0.5, 10.0
 
 
 _LOST = re.compile(
-    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket|timed out|pair clos|did not come within", re.IGNORECASE
+    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket|timed out|pair clos|did not come within",
+    re.IGNORECASE,
 )
 
 

@@ -11,6 +11,7 @@ any rank used it. Only a rank that missed a parameter has to look at them.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,8 @@ from lightning_partrain import compat
 
 #: The first bucket is small, so that communication starts early; the others are as large as those of torch's DDP.
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
+#: So many reductions run at a time; this bounds the memory for what they receive.
+IN_FLIGHT = 2
 
 
 @dataclass
@@ -137,6 +140,7 @@ class GradientReducer:
         replicate_group: with cut buckets, the replicas over which each rank's rows are averaged as well (HSDP).
         cut: cut the buckets by rows (parameters without dimensions stay whole).
         keep_buffers: keep the buckets' memory between steps (faster) or return it after each reduction (smaller).
+        target: for cut buckets, where this rank's means may be written, or ``None``.
         deliver: for cut buckets, called with the bucket, the means of this rank's row of it, and for each slot whether
             any rank had a gradient.
     """
@@ -149,16 +153,19 @@ class GradientReducer:
         *,
         cut: bool = False,
         keep_buffers: bool = True,
+        target: Callable[[Bucket], Tensor | None] = lambda _: None,
         deliver: Callable[[Bucket, Tensor, list[bool]], None] = lambda *_: None,
     ) -> None:
         self.named_parameters = list(named_parameters)
         self.group, self.replicate_group = group, replicate_group
         self.cut, self.keep_buffers, self._deliver = cut, keep_buffers, deliver
+        self._target = target
         self.ranks = dist.get_world_size(group)
         self.scale = 1.0 / (self.ranks * (dist.get_world_size(replicate_group) if replicate_group is not None else 1))
         self.all_to_all = dist.get_backend(group) == "gloo"  # its reduce-scatter sends as much as an all-reduce
         self.running = self.sync = self.guard = False
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._flying: deque[Bucket] = deque()
         self.buckets: list[Bucket] = []
         self._build()
 
@@ -209,6 +216,7 @@ class GradientReducer:
             self._build()  # a parameter was unfrozen
         self.running, self.sync = True, sync
         self._next = 0
+        self._flying.clear()
         self._active = [bucket for bucket in self.buckets if bucket.trainable]
         for bucket in self.buckets:
             bucket.launched = False
@@ -261,6 +269,9 @@ class GradientReducer:
 
     @torch.no_grad()
     def _launch(self, bucket: Bucket) -> None:
+        if len(self._flying) == IN_FLIGHT:
+            self._complete(self._flying.popleft())
+        self._flying.append(bucket)
         buffer = bucket.seal()
         bucket.launched = True
         if not bucket.cut:
@@ -284,8 +295,8 @@ class GradientReducer:
             return
         for bucket in self._active[self._next :]:
             self._launch(bucket)
-        for bucket in self._active:
-            self._complete(bucket)
+        while self._flying:
+            self._complete(self._flying.popleft())
 
     def _complete(self, bucket: Bucket) -> None:
         assert bucket.work is not None
@@ -295,7 +306,7 @@ class GradientReducer:
             mean, bucket.received = bucket.received, None
             assert mean is not None
             if self.all_to_all:
-                mean = mean.sum(0)
+                mean = torch.sum(mean, 0, out=self._target(bucket))
         else:
             assert bucket.buffer is not None
             mean = bucket.buffer[0]
