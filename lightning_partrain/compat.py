@@ -322,9 +322,11 @@ def fsdp_gathered(root: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     parameters, gradients = [], []
     for param in fsdp_params(root):
         unsharded = getattr(param, "_unsharded_param", None)
-        if unsharded is not None and unsharded.untyped_storage().nbytes():
+        if unsharded is None:
+            continue
+        if unsharded.untyped_storage().nbytes():
             parameters.append(unsharded.detach())
-            gradients += [g for g in (unsharded.grad, param.unsharded_accumulated_grad) if g is not None]
+        gradients += [g for g in (unsharded.grad, param.unsharded_accumulated_grad) if g is not None]
     return parameters, gradients
 
 

@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 from torchmetrics import Metric
@@ -37,6 +38,9 @@ from lightning_partrain.sync.messages import broadcast_json, gather_json, meet
 
 #: Name of every parameter object that a module has had, so that optimizers can be given its present ones.
 _NAMES: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+#: Initial weights travel in pieces of about this size.
+BROADCAST_BYTES = 64 << 20
 
 #: How long a checkpoint waits for ranks that have not called save.
 SAVE_WAIT = timedelta(minutes=5)
@@ -221,17 +225,20 @@ class MeshStrategy(ParallelStrategy):
 
     @torch.no_grad()
     def _broadcast_state(self, tensors: list[Tensor]) -> None:
-        """Give every rank the ``tensors`` of rank 0."""
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        """Give every rank the ``tensors`` of rank 0, many small ones at a time."""
+        kinds: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
-            if not tensor.is_meta and tensor.numel() and not hasattr(tensor, "device_mesh"):
-                by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        for dtype, group in by_dtype.items():
-            flat = torch.cat([t.reshape(-1) for t in group])
-            wire = flat.view(torch.uint8) if dtype == torch.bool else flat
-            dist.broadcast(wire, 0)
-            for tensor, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
+            if not tensor.is_meta and tensor.numel() and not isinstance(tensor, DTensor):
+                kinds.setdefault(tensor.dtype, []).append(tensor)
+        for kind in kinds.values():
+            while kind:
+                group = [kind.pop()]
+                while kind and sum(t.nbytes for t in group) + kind[-1].nbytes <= BROADCAST_BYTES:
+                    group.append(kind.pop())
+                flat = torch.cat([t.reshape(-1) for t in group])
+                dist.broadcast(flat.view(torch.uint8) if flat.dtype == torch.bool else flat, 0)
+                for tensor, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
+                    tensor.copy_(part.view(tensor.shape))
 
     def _list_buffers(self) -> None:
         """Where the buffers are: (module, key, whether batch norm's), for looking them up quickly in every step."""
@@ -249,9 +256,8 @@ class MeshStrategy(ParallelStrategy):
             if buffer is None or (batch_norm and not with_batch_norm):
                 continue
             state = (id(buffer), buffer._version)
-            if (
-                batch_norm or self._shared.setdefault(index, state) != state
-            ):  # batch norm's kernel does not count versions
+            # batch norm's kernel does not count versions
+            if batch_norm or self._shared.setdefault(index, state) != state:
                 changed[index] = buffer
         if changed:
             if self.world_size > 1:

@@ -1,0 +1,103 @@
+"""Runs every path on one GPU: NCCL with a world of one, host synchronisations in the step as errors, step time, memory.
+
+`python -m benchmarks.gpu_check` takes a few minutes; with several GPUs, `torchrun --nproc-per-node=N -m benchmarks.gpu_check`
+compares the parity table's layouts with one process as well. It prints one line a path and exits with 1 if one fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from benchmarks.common import RESULTS, benchmark_gpt, random_bytes
+from lightning_partrain.strategies import Hybrid3DStrategy
+
+STEPS, WARM_UP = 24, 8
+
+
+class NoHostSync(pl.Callback):
+    """From the end of the warm-up on, whatever waits for the device inside forward, backward and step raises."""
+
+    def __init__(self) -> None:
+        self.started = self.seconds = 0.0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == WARM_UP:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self.started = time.perf_counter()
+        if batch_idx >= WARM_UP:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+    def on_train_end(self, *_: Any) -> None:
+        torch.cuda.synchronize()
+        self.seconds = (time.perf_counter() - self.started) / (STEPS - WARM_UP)
+
+
+def run(name: str, strategy: Any, **options: Any) -> dict[str, Any]:
+    """One path: its step time, peak memory and last loss, or its error."""
+    timer = NoHostSync()
+    torch.cuda.empty_cache()
+    module = benchmark_gpt()
+    try:
+        trainer = pl.Trainer(
+            accelerator="gpu",
+            devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            strategy=strategy,
+            max_steps=STEPS // options.get("accumulate_grad_batches", 1),
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[timer],
+            **options,
+        )
+        trainer.fit(module, random_bytes(STEPS, 8))
+        return {
+            "path": name,
+            "ok": True,
+            "step_ms": round(timer.seconds * 1e3, 2),
+            "peak_MiB": round(torch.cuda.max_memory_allocated() / 2**20, 1),
+            "loss": round(float(trainer.callback_metrics["train_loss"]), 4),
+        }
+    except Exception as error:
+        traceback.print_exc()
+        return {"path": name, "ok": False, "error": f"{type(error).__name__}: {str(error)[:200]}"}
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("No GPU here: this check needs one CUDA device.")
+    if "LOCAL_RANK" not in os.environ:  # a world of one, without a launcher
+        os.environ.update(LOCAL_RANK="0", WORLD_SIZE="1", NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29533")
+    paths: list[tuple[str, Any, dict[str, Any]]] = [("lightning ddp", "ddp", {})]
+    for stage in range(4):
+        for reduce in ("window", "micro_batch"):
+            name = f"hybrid_3d zero_stage={stage} reduce={reduce}"
+            options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
+            paths.append((name, Hybrid3DStrategy(zero_stage=stage, reduce=reduce), options))
+        paths.append((f"hybrid_3d zero_stage={stage} bf16-mixed", Hybrid3DStrategy(zero_stage=stage), {"precision": "bf16-mixed"}))
+    rows = [run(name, strategy, **options) for name, strategy, options in paths]
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        for row in rows:
+            print(json.dumps(row), flush=True)
+        RESULTS.mkdir(exist_ok=True)
+        result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
+        (RESULTS / "gpu_check.json").write_text(json.dumps(result, indent=2) + "\n")
+    sys.exit(0 if all(row["ok"] for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    main()

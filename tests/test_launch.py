@@ -1,0 +1,367 @@
+"""Every way to start ranks, with real scripts: our launcher, torchrun on one and two nodes, SLURM; and how runs end.
+
+Each script imports torch and lightning anew, which is nearly all of the time that these tests take.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import free_port
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT = 100.0
+#: What Lightning or a launcher would take for a running job.
+MARKS = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "PL_GLOBAL_SEED")
+
+SCRIPT = """
+import os, sys, json
+from pathlib import Path
+FOLDER = Path(os.environ["FOLDER"])
+with open(FOLDER / "runs", "a") as file:
+    file.write(f"{os.getpid()}\\n")  # one line for each time that this file is run
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import lightning_partrain
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 2)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch[0]).square().mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.layer(batch[0]).square().mean())
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.layer(batch[0]).square().mean())
+
+    def predict_step(self, batch, batch_idx):
+        return batch[0][:, 0]
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def loader():
+    return DataLoader(TensorDataset(torch.arange(16.0).view(16, 1)), batch_size=2)
+
+
+def trainer(**options):
+    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    defaults = dict(strategy="hybrid_3d", accelerator="cpu", devices=2, max_epochs=1, **quiet)
+    return L.Trainer(**{**defaults, **options})
+
+
+def save(rank, **values):
+    (FOLDER / f"rank{rank}.json").write_text(json.dumps({"pid": os.getpid(), "parent": os.getppid(), **values}))
+
+
+"""
+
+
+@dataclass
+class Ended:
+    """How a script ended: its exit code, its output, the seconds it took, and what its ranks saved."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    ranks: list[dict[str, Any]]
+    runs: int
+    left: list[int]
+
+
+def alive(group: int) -> list[int]:
+    """Processes of a group that are still there, zombies aside."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            pid, _, rest = stat.read_text().partition(" ")
+        except OSError:
+            continue
+        state, _, pgrp = rest.rpartition(")")[2].split()[:3]
+        if int(pgrp) == group and state != "Z":
+            found.append(int(pid))
+    return found
+
+
+def start(folder: Path, body: str, command: list[str], **environment: str) -> subprocess.Popen[str]:
+    """The script with ``body``, in a process group of its own, which all its descendants share."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT + body)
+    kept = {k: v for k, v in os.environ.items() if k not in MARKS and not k.startswith(("SLURM", "TORCHELASTIC"))}
+    kept.pop("OMP_NUM_THREADS", None)
+    number = len(list(folder.glob("*.err")))
+    with open(folder / f"{number}.out", "w") as out, open(folder / f"{number}.err", "w") as err:
+        return subprocess.Popen(
+            [sys.executable, "-W", "ignore", *command, str(script)],
+            cwd=folder,
+            env={**kept, "PYTHONPATH": str(ROOT), "FOLDER": str(folder), **environment},
+            stdout=out,
+            stderr=err,
+            text=True,
+            start_new_session=True,
+        )
+
+
+def finish(folder: Path, processes: list[subprocess.Popen[str]]) -> Ended:
+    """Wait for all of them, and for what they leave behind; kill what is there after :data:`LIMIT` seconds."""
+    began = time.monotonic()
+    left: list[int] = []
+    try:
+        codes = [process.wait(max(0.1, began + LIMIT - time.monotonic())) for process in processes]
+        seconds = time.monotonic() - began
+        until = time.monotonic() + 3  # the parent's end ends the ranks, a moment later
+        while (left := [pid for p in processes for pid in alive(p.pid)]) and time.monotonic() < until:
+            time.sleep(0.05)
+    except subprocess.TimeoutExpired:
+        outputs = "\n".join(path.read_text() for path in sorted(folder.glob("*.[oe]*")))
+        pytest.fail(f"not finished after {LIMIT} s\n{outputs}")
+    finally:
+        for process in processes:
+            if process.poll() is None or alive(process.pid):
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    out, err = ("\n".join(path.read_text() for path in sorted(folder.glob(f"*.{kind}"))) for kind in ("out", "err"))
+    ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+    runs = len((folder / "runs").read_text().splitlines()) if (folder / "runs").exists() else 0
+    return Ended(next((c for c in codes if c), 0), out, err, seconds, ranks, runs, left)
+
+
+def run(folder: Path, body: str, *command: str, **environment: str) -> Ended:
+    return finish(folder, [start(folder, body, list(command), **environment)])
+
+
+# -- our own launcher --------------------------------------------------------------------------------------------------
+
+ALL_STAGES = """
+run, module = trainer(), Module()
+run.fit(module, loader(), loader())
+run.validate(module, loader())
+run.test(module, loader(), verbose=False)
+predictions = run.predict(module, loader())
+if run.is_global_zero:
+    print("this line once", flush=True)
+save(
+    run.global_rank,
+    predictions=[p.tolist() for p in predictions],
+    weight=module.layer.weight.tolist(),
+    test=float(run.callback_metrics["test_loss"]),
+    threads=torch.get_num_threads(),
+)
+"""
+
+
+def assert_two_ranks_did_all(ended: Ended) -> None:
+    assert ended.code == 0, ended.err
+    assert ended.left == []
+    first, second = ended.ranks
+    assert first["predictions"] == [[0, 2], [4, 6], [8, 10], [12, 14]]
+    assert second["predictions"] == [[1, 3], [5, 7], [9, 11], [13, 15]]
+    assert first["weight"] == second["weight"] and first["test"] == second["test"]
+    assert ended.out.count("this line once") == 1
+    assert ended.out.count("val_loss") == 1, ended.out  # the table of metrics
+
+
+def test_forked_ranks_go_through_all_stages(tmp_path: Path) -> None:
+    ended = run(tmp_path, ALL_STAGES)
+    assert_two_ranks_did_all(ended)
+    assert ended.runs == 1, "the script ran again instead of being forked"
+    first, second = ended.ranks
+    assert second["parent"] == first["pid"]
+    assert (tmp_path / "runs").read_text().strip() == str(first["pid"])
+
+
+USED_THREADS = """
+torch.set_num_threads(2)
+big = torch.randn(600, 600, requires_grad=True)
+(big @ big).relu().sum().backward()
+"""
+
+
+@pytest.mark.parametrize("threads", ["2", None])
+def test_after_computing_with_threads(threads: str | None, tmp_path: Path) -> None:
+    """A fork copies no pool of threads. Ranks that need one are started by running the script again; others do without."""
+    environment = {} if threads is None else {"OMP_NUM_THREADS": threads}
+    ended = run(tmp_path, USED_THREADS + ALL_STAGES, **environment)
+    assert_two_ranks_did_all(ended)
+    per_rank = int(threads) if threads else max(1, len(os.sched_getaffinity(0)) // 2)
+    assert ended.runs == (1 if per_rank == 1 else 2)
+    assert [rank["threads"] for rank in ended.ranks] == [per_rank if per_rank == 1 else 2] * 2
+
+
+def test_the_reasons_not_to_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    import torch
+    from lightning.fabric.plugins.environments import LightningEnvironment
+
+    from lightning_partrain.strategies import launcher
+
+    def why(device: str = "cpu") -> str | None:
+        return launcher.RankLauncher(LightningEnvironment(), 2, 1, torch.device(device), lambda: None).why_not_fork()
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert why() is None
+    assert "accelerator" in str(why("cuda"))
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait)
+    thread.start()
+    assert "Python threads" in str(why())
+    release.set()
+    thread.join()
+    monkeypatch.setattr(launcher, "_native_threads", lambda: launcher._threads_at_import + 1)
+    assert why() is None
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert "compute threads" in str(why())
+
+
+# -- failures ------------------------------------------------------------------------------------------------------------
+
+FAILS = """
+WHERE, RANK = os.environ["WHERE"].split(",")
+
+
+class Failing(Module):
+    def fail(self, where):
+        if where == WHERE and self.global_rank == int(RANK):
+            raise LookupError(f"broken on purpose in {where}")
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            self.fail("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.fail("validation_step")
+        return super().validation_step(batch, batch_idx)
+
+    def train_dataloader(self):
+        self.fail("train_dataloader")
+        return loader()
+
+    def val_dataloader(self):
+        return loader()
+
+
+import time
+began = time.time()
+try:
+    trainer().fit(Failing())
+finally:
+    (FOLDER / f"seconds{os.environ['LOCAL_RANK']}").write_text(str(time.time() - began))
+"""
+
+
+@pytest.mark.parametrize(
+    "where", ["training_step,1", "training_step,0", "train_dataloader,1", "validation_step,1", "validation_step,0"]
+)
+def test_the_failure_of_one_rank_comes_first_and_ends_all(where: str, tmp_path: Path) -> None:
+    hook, rank = where.split(",")
+    ended = run(tmp_path, FAILS, WHERE=where)
+    message = f"LookupError: broken on purpose in {hook}"
+    assert ended.code != 0
+    assert ended.left == [], "ranks are left behind"
+    first, _, rest = ended.err.partition("Traceback")
+    assert f"[rank {rank}: dp_shard {rank}] failed first:" in first, ended.err
+    assert message in rest.partition("Traceback")[0], ended.err  # the first traceback of all
+    if rank == "1":
+        assert f"Stopped because rank 1 (dp_shard 1) failed with {message}" in ended.err
+    fitting = min(float(path.read_text()) for path in tmp_path.glob("seconds*"))
+    assert fitting < 20
+
+
+# -- other launchers -----------------------------------------------------------------------------------------------------
+
+FOUR_SAMPLERS = """
+nodes = int(os.environ.get("NODES", 1))
+run, module = trainer(num_nodes=nodes), Module()
+torch.manual_seed(int(os.environ.get("RANK", os.environ.get("SLURM_PROCID"))))  # rank 0's weights must win
+with torch.no_grad():
+    module.layer.weight.normal_()
+run.fit(module, loader(), loader())
+sampler = run.train_dataloader.sampler
+predictions = run.predict(module, loader())
+save(
+    run.global_rank,
+    replicas=sampler.num_replicas,
+    replica=sampler.rank,
+    local_rank=run.local_rank,
+    node_rank=run.node_rank,
+    world_size=run.world_size,
+    weight=module.layer.weight.tolist(),
+    predictions=[x for p in predictions for x in p.tolist()],
+)
+"""
+
+
+def assert_ranks(ended: Ended, nodes: int, devices: int) -> None:
+    world = nodes * devices
+    assert ended.code == 0, ended.err
+    assert ended.left == []
+    assert len(ended.ranks) == ended.runs == world, ended.err
+    for rank, saved in enumerate(ended.ranks):
+        assert (saved["node_rank"], saved["local_rank"]) == divmod(rank, devices)
+        assert saved["world_size"] == saved["replicas"] == world and saved["replica"] == rank
+        assert saved["weight"] == ended.ranks[0]["weight"]
+        assert saved["predictions"] == list(range(rank, 16, world))
+
+
+def test_torchrun_on_one_node(tmp_path: Path) -> None:
+    ended = run(
+        tmp_path, FOUR_SAMPLERS, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"
+    )
+    assert_ranks(ended, nodes=1, devices=2)
+
+
+def test_torchrun_on_two_nodes(tmp_path: Path) -> None:
+    port = free_port()
+    nodes = [
+        start(
+            tmp_path,
+            FOUR_SAMPLERS,
+            ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", f"--node-rank={node}"]
+            + ["--master-addr=127.0.0.1", f"--master-port={port}"],
+            NODES="2",
+        )
+        for node in range(2)
+    ]
+    assert_ranks(finish(tmp_path, nodes), nodes=2, devices=2)
+
+
+def test_slurm(tmp_path: Path) -> None:
+    port = str(free_port())
+    job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "train", "SLURM_NODELIST": "127.0.0.1"}
+    job |= {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "2", "MASTER_PORT": port, "NODES": "2"}
+    tasks = [
+        start(
+            tmp_path,
+            FOUR_SAMPLERS,
+            [],
+            **job,
+            SLURM_PROCID=str(rank),
+            SLURM_NODEID=str(rank // 2),
+            SLURM_LOCALID=str(rank % 2),
+        )
+        for rank in range(4)
+    ]
+    assert_ranks(finish(tmp_path, tasks), nodes=2, devices=2)
