@@ -9,6 +9,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,27 +50,44 @@ class StepTimer(pl.Callback):
         return statistics.median(after - before for before, after in itertools.pairwise(starts))
 
 
-def step_seconds(
-    ranks: int, module: Callable[[], pl.LightningModule], strategy: Callable[[], Any], steps: int, batch_size: int
-) -> float:
-    """The median step of a fit on forked ranks of one thread each; the slowest rank counts."""
+@dataclass(frozen=True)
+class Contestant:
+    """A module and the strategy that trains it, both built anew for each fit."""
 
-    def fit(rank: int) -> float:
+    module: Callable[[], pl.LightningModule]
+    strategy: Callable[[], Any]
+
+    def median_step(self, ranks: int, steps: int, batch_size: int) -> float:
+        """Seconds of the median step of one fit, on this rank."""
         timer = StepTimer()
-        run = trainer(strategy(), ranks, max_steps=steps, callbacks=[timer])
-        run.fit(module(), random_bytes(steps, batch_size))
+        run = trainer(self.strategy(), ranks, max_steps=steps, callbacks=[timer])
+        run.fit(self.module(), random_bytes(steps, batch_size))
         return timer.median()
 
-    return max(run_ranks(ranks, fit, timeout=600))
 
+def paired(
+    ours: Contestant, theirs: Contestant, pairs: int, steps: int, batch_size: int, ranks: int = 2
+) -> dict[str, Any]:
+    """Fit the two in turn, seconds apart, on the same forked ranks of one thread each.
 
-def paired(pairs: int, ours: Callable[[], float], theirs: Callable[[], float]) -> dict[str, Any]:
-    """Run the two in turn; the median of each, and the median, lowest and highest ratio of the pairs."""
-    seconds = [(ours(), theirs()) if i % 2 == 0 else (theirs(), ours())[::-1] for i in range(pairs)]
+    The slowest rank counts. Gives the median of each, and the median, lowest and highest ratio of the pairs.
+    """
+
+    def fits(rank: int) -> list[tuple[float, float]]:
+        results = []
+        for pair in range(pairs + 1):
+            order = (ours, theirs) if pair % 2 == 0 else (theirs, ours)
+            seconds = {each: each.median_step(ranks, steps, batch_size) for each in order}
+            results.append((seconds[ours], seconds[theirs]))
+        return results[1:]  # the first pair warms up
+
+    by_rank = run_ranks(ranks, fits, timeout=1200)
+    seconds = [(max(a for a, _ in pair), max(b for _, b in pair)) for pair in zip(*by_rank, strict=True)]
     ratios = [a / b for a, b in seconds]
     return {
         "ours_ms": round(statistics.median(a for a, _ in seconds) * 1e3, 2),
         "theirs_ms": round(statistics.median(b for _, b in seconds) * 1e3, 2),
+        "extra_ms": round(statistics.median(a - b for a, b in seconds) * 1e3, 2),
         "ratio": round(statistics.median(ratios), 3),
         "ratio_range": [round(min(ratios), 3), round(max(ratios), 3)],
         "pairs": pairs,

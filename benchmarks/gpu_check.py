@@ -83,12 +83,19 @@ def main() -> None:
     if "LOCAL_RANK" not in os.environ:  # a world of one, without a launcher
         os.environ.update(LOCAL_RANK="0", WORLD_SIZE="1", NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29533")
     paths: list[tuple[str, Any, dict[str, Any]]] = [("lightning ddp", "ddp", {})]
+    stage: Any
     for stage in range(4):
         for reduce in ("window", "micro_batch"):
             name = f"hybrid_3d zero_stage={stage} reduce={reduce}"
             options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
             paths.append((name, Hybrid3DStrategy(zero_stage=stage, reduce=reduce), options))
-        paths.append((f"hybrid_3d zero_stage={stage} bf16-mixed", Hybrid3DStrategy(zero_stage=stage), {"precision": "bf16-mixed"}))
+        paths.append(
+            (
+                f"hybrid_3d zero_stage={stage} bf16-mixed",
+                Hybrid3DStrategy(zero_stage=stage),
+                {"precision": "bf16-mixed"},
+            )
+        )
     rows = [run(name, strategy, **options) for name, strategy, options in paths]
     if int(os.environ["LOCAL_RANK"]) == 0:
         for row in rows:

@@ -1,6 +1,6 @@
 """What a step of `hybrid_3d` costs beside Lightning's own strategies, on two CPU ranks of one thread each.
 
-`python -m benchmarks.overhead [--pairs 7]`: stages 0 and 1 beside `ddp`, stages 2 and 3 beside `ModelParallelStrategy` with
+`python -m benchmarks.overhead [--pairs 9]`: stages 0 and 1 beside `ddp`, stages 2 and 3 beside `ModelParallelStrategy` with
 FSDP2 as its documentation shows it (each block and the whole model `fully_shard`-ed in `configure_model`).
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.common import benchmark_gpt, paired, report, step_seconds
+from benchmarks.common import Contestant, benchmark_gpt, paired, report
 from examples.gpt import GPTModule
 from lightning_partrain.strategies import Hybrid3DStrategy
 
@@ -37,34 +37,33 @@ def fsdp2_gpt() -> GPTModule:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--batch-size", type=int, default=4, help="samples of 64 bytes a rank")
+    parser.add_argument("--only", default="", help="rows whose name has this in it")
     arguments = parser.parse_args()
-    size = arguments.batch_size
 
-    def ours(stage: Any, module: Any = benchmark_gpt, steps: int = arguments.steps) -> Any:
-        return partial(step_seconds, 2, module, lambda: Hybrid3DStrategy(zero_stage=stage), steps, size)
+    def ours(stage: Any, module: Any = benchmark_gpt) -> Contestant:
+        return Contestant(module, lambda: Hybrid3DStrategy(zero_stage=stage))
 
-    def ddp(module: Any = benchmark_gpt, steps: int = arguments.steps) -> Any:
-        return partial(step_seconds, 2, module, lambda: DDPStrategy(), steps, size)
+    def ddp(module: Any = benchmark_gpt) -> Contestant:
+        return Contestant(module, lambda: DDPStrategy())
 
-    def fsdp2() -> Any:
-        return partial(step_seconds, 2, fsdp2_gpt, lambda: ModelParallelStrategy(2, 1), arguments.steps, size)
+    def fsdp2() -> Contestant:
+        return Contestant(fsdp2_gpt, lambda: ModelParallelStrategy(2, 1))
 
     small = partial(benchmark_gpt, 2, 48)
     rows = []
-    for name, limit, pair in (
-        ("stage 0 / ddp", 1.05, (ours(0), ddp())),
-        ("stage 0 / ddp, small step", None, (ours(0, small, 120), ddp(small, 120))),
-        ("stage 1 / ddp", 1.10, (ours(1), ddp())),
-        ("stage 2 / FSDP2", 1.0, (ours(2), fsdp2())),
-        ("stage 3 / FSDP2", 1.0, (ours(3), fsdp2())),
+    for name, limit, steps, pair in (
+        ("stage 0 / ddp", "1.05", arguments.steps, (ours(0), ddp())),
+        ("stage 0 / ddp, small step", "1 ms more", 5 * arguments.steps, (ours(0, small), ddp(small))),
+        ("stage 1 / ddp", "1.10", arguments.steps, (ours(1), ddp())),
+        ("stage 2 / FSDP2", "1.0", arguments.steps, (ours(2), fsdp2())),
+        ("stage 3 / FSDP2", "1.0", arguments.steps, (ours(3), fsdp2())),
     ):
-        row = {"row": name, "at_most": limit, **paired(arguments.pairs, *pair)}
-        row["extra_ms"] = round(row["ours_ms"] - row["theirs_ms"], 2)
-        rows.append(row)
-        print(row, flush=True)
+        if arguments.only in name:
+            rows.append({"row": name, "at_most": limit, **paired(*pair, arguments.pairs, steps, arguments.batch_size)})
+            print(rows[-1], flush=True)
     report("overhead", rows)
 
 

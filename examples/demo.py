@@ -39,10 +39,12 @@ LARGEST_DIFFERENCE = 1e-5  # relative, between float32 losses
 KINDS = ("parameters", "gradients", "buckets", "optimizer state")
 
 
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Memory that ``tensors`` keep alive; what several of them share counts once."""
+def storage_bytes(tensors: Iterable[Tensor], counted: set[int]) -> int:
+    """Memory that ``tensors`` keep alive, but for storages ``counted`` before; adds theirs to them."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+    new = storages.keys() - counted
+    counted |= new
+    return sum(storages[pointer] for pointer in new)
 
 
 class Recorder(Callback):
@@ -77,7 +79,8 @@ class Recorder(Callback):
         tensors = strategy.model_parallel.state_tensors()
         state = [v for values in trainer.optimizers[0].state.values() for v in values.values() if isinstance(v, Tensor)]
         tensors["optimizer state"] = [local_tensor(v) for v in state]
-        held = {kind: storage_bytes(tensors[kind]) for kind in KINDS}
+        counted: set[int] = set()
+        held = {kind: storage_bytes(tensors[kind], counted) for kind in KINDS}
         held["elements"] = sum(p.numel() for p in tensors["parameters"])
         self.held = gather_json(held, torch.device("cpu"), strategy.control_group)
 

@@ -18,3 +18,5 @@ except PackageNotFoundError:  # run from a checkout
 __all__ = ["STRATEGIES", "__version__"]
 
 register()
+
+from lightning_partrain import native_threads  # noqa: E402, F401  # counts after the imports of register()

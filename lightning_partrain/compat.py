@@ -86,15 +86,16 @@ def _synced(metric: _ResultMetric) -> Iterator[None]:
         sync.should = before
 
 
-def agree_on_epoch_metrics(owner: Callable[[Any], Any]) -> None:
+def agree_on_epoch_metrics(agreeing: Callable[[Any], bool | None]) -> None:
     """Make Lightning reduce what decisions rest on, over the group of the strategy that logs it.
 
     Lightning 2.6 leaves an epoch's mean on each rank unless ``sync_dist=True``, so that callbacks compare different
-    numbers on different ranks. After this call, epoch values of a strategy of ours are reduced, while its attribute
-    ``agreeing`` is true: then all ranks do it. Values of every other strategy are left alone.
+    numbers on different ranks. After this call, epoch values of a strategy of ours are reduced while all its ranks are
+    agreeing on them. Values of every other strategy are left alone.
 
     Args:
-        owner: maps the bound ``reduce`` method that Lightning stored with a metric to our strategy, or to ``None``.
+        agreeing: given the bound ``reduce`` method that Lightning stored with a metric: whether all ranks of its strategy are
+            agreeing now; ``None`` for other strategies.
     """
     if getattr(_ResultCollection, "_agrees", False):
         return
@@ -104,24 +105,24 @@ def agree_on_epoch_metrics(owner: Callable[[Any], Any]) -> None:
         sync = metric.meta.sync
         computed = on_step or not metric.meta.on_epoch or metric._computed is not None
         alone = not metric.is_tensor or sync.should or sync.rank_zero_only or sync.fn is None
-        strategy = None if computed or alone else owner(sync.fn)
-        if strategy is None:
+        now = None if computed or alone else agreeing(sync.fn)
+        if now is None:
             return get_cache(metric, on_step)
-        if strategy.agreeing:
+        if now:
             with _synced(metric):
                 return get_cache(metric, on_step)
         value = get_cache(metric, on_step)  # one rank looks: it sees its own value, and all of them agree later
         metric._computed = None
         return value
 
-    _ResultCollection._get_cache = staticmethod(agreed_get_cache)
-    _ResultCollection._agrees = True
+    _ResultCollection._get_cache = staticmethod(agreed_get_cache)  # type: ignore[method-assign,assignment]
+    _ResultCollection._agrees = True  # type: ignore[attr-defined]
 
 
 class _HookThen:
     """A module's hook followed by ``then()``; in copies and pickles of the module it is the plain hook."""
 
-    def __init__(self, hook: Callable[[], None], then: Callable[[], None]) -> None:
+    def __init__(self, hook: Any, then: Callable[[], None]) -> None:
         self.__wrapped__, self.then = hook, then
 
     def __call__(self) -> None:
@@ -245,7 +246,7 @@ def fsdp_params(root: nn.Module) -> list[Any]:
     ]
 
 
-def fsdp_gather_for_methods(module: FSDPModule, names: list[str]) -> None:
+def fsdp_gather_for_methods(module: Any, names: list[str]) -> None:
     """Gather the parameters of ``module`` for the length of each of its methods ``names``, as for ``forward``.
 
     torch's ``register_fsdp_forward_method`` does so too, but a call of ``forward`` inside such a method ends the gathering at

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
     ModelCheckpoint,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -381,6 +382,38 @@ def test_a_checkpoint_that_one_rank_saves_after_training(tmp_path: Path) -> None
     start = time.monotonic()
     assert "being saved on rank 0, but not on every rank" in run_ranks(2, each, LIMIT)[0]
     assert time.monotonic() - start < 15
+
+
+class FailsOn(Plain):
+    def __init__(self, ranks: set[int]) -> None:
+        super().__init__()
+        self.failing = ranks
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_rank in self.failing:
+            raise LookupError("broken on purpose")
+
+
+@pytest.mark.parametrize("failing", [{0}, {1}, {0, 1}], ids=str)
+def test_a_checkpoint_because_of_an_exception(failing: set[int], tmp_path: Path) -> None:
+    """It must neither hide the exception nor wait for ranks that go on; when all ranks have failed, they save together."""
+
+    def each(rank: int) -> None:
+        callbacks = [OnExceptionCheckpoint(tmp_path)]
+        run = trainer(Hybrid3DStrategy(timeout=6), 2, callbacks=callbacks, enable_checkpointing=True)
+        run.fit(FailsOn(failing), data())
+
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(2, each, LIMIT)
+    assert caught.value.codes == [1, 1] and caught.value.seconds < 15
+    assert sum("failed first:" in report for report in caught.value.reports) == 1
+    for rank, report in enumerate(caught.value.reports):
+        last = report.strip().splitlines()[-1]
+        assert "LookupError: broken on purpose" in last, report
+        assert (last.startswith("LookupError") or "Stopped because" in last) and (
+            rank not in failing or "Stopped" not in last
+        )
+    assert [path.name for path in tmp_path.iterdir()] == (["on_exception.ckpt"] if len(failing) == 2 else [])
 
 
 class BackwardByHand(Plain):

@@ -16,8 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.harness import free_port
+from lightning_partrain.strategies import Hybrid3DStrategy, failure
+from tests.harness import RankFailure, free_port, run_ranks, trainer
+from tests.models import CASES, OddSizes
+from tests.parity import shares
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 100.0
@@ -43,6 +47,7 @@ class Module(L.LightningModule):
         self.layer = torch.nn.Linear(1, 2)
 
     def training_step(self, batch, batch_idx):
+        torch.randn(600, 600) @ torch.randn(600, 600)  # enough for every compute thread that there should be
         loss = self.layer(batch[0]).square().mean()
         self.log("train_loss", loss)
         return loss
@@ -157,7 +162,7 @@ ALL_STAGES = """
 run, module = trainer(), Module()
 run.fit(module, loader(), loader())
 run.validate(module, loader())
-run.test(module, loader(), verbose=False)
+tested = run.test(module, loader(), verbose=False)
 predictions = run.predict(module, loader())
 if run.is_global_zero:
     print("this line once", flush=True)
@@ -165,7 +170,7 @@ save(
     run.global_rank,
     predictions=[p.tolist() for p in predictions],
     weight=module.layer.weight.tolist(),
-    test=float(run.callback_metrics["test_loss"]),
+    test=tested[0]["test_loss"],
     threads=torch.get_num_threads(),
 )
 """
@@ -209,30 +214,38 @@ def test_after_computing_with_threads(threads: str | None, tmp_path: Path) -> No
     assert [rank["threads"] for rank in ended.ranks] == [per_rank if per_rank == 1 else 2] * 2
 
 
-def test_the_reasons_not_to_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
+REASONS = """
+import threading
+import lightning_partrain.native_threads
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning_partrain.strategies.launcher import RankLauncher
 
-    import torch
-    from lightning.fabric.plugins.environments import LightningEnvironment
 
-    from lightning_partrain.strategies import launcher
+def why(threads, device="cpu"):
+    os.environ["OMP_NUM_THREADS"] = threads
+    return RankLauncher(LightningEnvironment(), 2, 1, torch.device(device), lambda: None).why_not_fork()
 
-    def why(device: str = "cpu") -> str | None:
-        return launcher.RankLauncher(LightningEnvironment(), 2, 1, torch.device(device), lambda: None).why_not_fork()
 
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert why() is None
-    assert "accelerator" in str(why("cuda"))
-    release = threading.Event()
-    thread = threading.Thread(target=release.wait)
-    thread.start()
-    assert "Python threads" in str(why())
-    release.set()
-    thread.join()
-    monkeypatch.setattr(launcher, "_native_threads", lambda: launcher._threads_at_import + 1)
-    assert why() is None
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert "compute threads" in str(why())
+reasons = {"nothing": why("1"), "nothing with threads": why("2"), "gpu": why("1", "cuda")}
+release = threading.Event()
+thread = threading.Thread(target=release.wait)
+thread.start()
+reasons["python"] = why("1")
+release.set()
+thread.join()
+torch.set_num_threads(2)
+torch.randn(600, 600) @ torch.randn(600, 600)
+reasons |= {"pool": why("2"), "pool that is not used": why("1")}
+save(0, **reasons)
+"""
+
+
+def test_the_reasons_not_to_fork(tmp_path: Path) -> None:
+    ended = run(tmp_path, REASONS)
+    assert ended.code == 0, ended.err
+    reasons = ended.ranks[0]
+    assert reasons["nothing"] is reasons["nothing with threads"] is reasons["pool that is not used"] is None
+    assert "accelerator" in reasons["gpu"] and "Python threads" in reasons["python"] and "compute" in reasons["pool"]
 
 
 # -- failures ------------------------------------------------------------------------------------------------------------
@@ -290,14 +303,97 @@ def test_the_failure_of_one_rank_comes_first_and_ends_all(where: str, tmp_path: 
     assert fitting < 20
 
 
+AFTER = """
+import time
+run, module = trainer(), Module()
+run.fit(module, loader())
+if run.global_rank == 1:
+    time.sleep(2)
+    if os.environ.get("FAIL"):
+        raise LookupError("broken on purpose at the end")
+save(run.global_rank)
+"""
+
+
+def test_the_parent_waits_for_the_end_of_every_script(tmp_path: Path) -> None:
+    ended = run(tmp_path, AFTER)
+    assert ended.code == 0 and len(ended.ranks) == 2 and ended.left == [], ended.err
+
+
+def test_a_rank_that_fails_last_is_not_overlooked(tmp_path: Path) -> None:
+    ended = run(tmp_path, AFTER, FAIL="1")
+    assert ended.code == 1 and len(ended.ranks) == 1 and ended.left == []
+    assert "broken on purpose at the end" in ended.err
+
+
+ENDS_ALONE = """
+import signal, time
+from lightning_partrain.strategies import failure, launcher
+failure._GRACE_SECONDS = launcher.GRACE_SECONDS = 2.0
+
+
+class Ends(Module):
+    def training_step(self, batch, batch_idx):
+        how, rank = os.environ["HOW"].split(",")
+        if batch_idx == 1 and self.global_rank == int(rank):
+            if how == "raises":
+                raise LookupError("broken on purpose")
+            os.kill(os.getpid(), signal.SIGKILL)
+        if batch_idx == 1:
+            time.sleep(60)  # busy elsewhere: no collective will tell it
+        return super().training_step(batch, batch_idx)
+
+
+trainer().fit(Ends(), loader())
+"""
+
+
+@pytest.mark.parametrize("how", ["raises,1", "is killed,1", "is killed,0"])
+def test_nobody_survives_a_rank_that_ends_alone(how: str, tmp_path: Path) -> None:
+    ended = run(tmp_path, ENDS_ALONE, HOW=how)
+    assert ended.left == [] and ended.seconds < 40
+    if how == "raises,1":
+        assert ended.code == 1
+        assert ended.err.index("[rank 1: dp_shard 1] failed first:") < ended.err.index("[rank 0] stops: rank 1")
+    else:
+        assert ended.code == (128 + signal.SIGKILL if how == "is killed,1" else -signal.SIGKILL)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_nobody_needs_a_launcher_to_learn_of_a_failure(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that nobody watches, and that no collective wakes up."""
+    monkeypatch.setattr(failure, "_GRACE_SECONDS", 1.0)
+
+    class Busy(OddSizes):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.global_rank == failing:
+                raise LookupError("broken on purpose")
+            time.sleep(60)
+
+    def each(rank: int) -> None:
+        data = CASES["odd"].data(torch.float32)
+        trainer(Hybrid3DStrategy(), 2).fit(Busy(), shares(data, rank, 2))
+
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(2, each, 30)
+    assert caught.value.codes == [1, 1] and caught.value.seconds < 15
+    told = f"[rank {1 - failing}] stops: rank {failing} (dp_shard {failing}) failed with LookupError: broken on purpose"
+    assert told in caught.value.reports[1 - failing]
+
+
 # -- other launchers -----------------------------------------------------------------------------------------------------
 
 FOUR_SAMPLERS = """
-nodes = int(os.environ.get("NODES", 1))
-run, module = trainer(num_nodes=nodes), Module()
-torch.manual_seed(int(os.environ.get("RANK", os.environ.get("SLURM_PROCID"))))  # rank 0's weights must win
-with torch.no_grad():
-    module.layer.weight.normal_()
+class Different(Module):
+    def setup(self, stage):  # before the strategy takes the weights: those of rank 0 must win
+        if stage == "fit":
+            torch.nn.init.constant_(self.layer.weight, self.global_rank + 1.0)
+
+    def on_train_start(self):
+        self.start = self.layer.weight.tolist()
+
+
+run, module = trainer(num_nodes=int(os.environ.get("NODES", 1))), Different()
 run.fit(module, loader(), loader())
 sampler = run.train_dataloader.sampler
 predictions = run.predict(module, loader())
@@ -308,21 +404,22 @@ save(
     local_rank=run.local_rank,
     node_rank=run.node_rank,
     world_size=run.world_size,
+    start=module.start,
     weight=module.layer.weight.tolist(),
     predictions=[x for p in predictions for x in p.tolist()],
 )
 """
 
 
-def assert_ranks(ended: Ended, nodes: int, devices: int) -> None:
+def assert_ranks(ended: Ended, nodes: int, devices: int, runs: int | None = None) -> None:
     world = nodes * devices
     assert ended.code == 0, ended.err
     assert ended.left == []
-    assert len(ended.ranks) == ended.runs == world, ended.err
+    assert len(ended.ranks) == world and ended.runs == (runs or world), ended.err
     for rank, saved in enumerate(ended.ranks):
         assert (saved["node_rank"], saved["local_rank"]) == divmod(rank, devices)
         assert saved["world_size"] == saved["replicas"] == world and saved["replica"] == rank
-        assert saved["weight"] == ended.ranks[0]["weight"]
+        assert saved["start"] == [[1.0], [1.0]] and saved["weight"] == ended.ranks[0]["weight"] != saved["start"]
         assert saved["predictions"] == list(range(rank, 16, world))
 
 
@@ -334,13 +431,13 @@ def test_torchrun_on_one_node(tmp_path: Path) -> None:
 
 
 def test_torchrun_on_two_nodes(tmp_path: Path) -> None:
-    port = free_port()
+    two_nodes = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+    two_nodes += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     nodes = [
         start(
             tmp_path,
             FOUR_SAMPLERS,
-            ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", f"--node-rank={node}"]
-            + ["--master-addr=127.0.0.1", f"--master-port={port}"],
+            [*two_nodes, f"--node-rank={node}"],
             NODES="2",
         )
         for node in range(2)
@@ -365,3 +462,9 @@ def test_slurm(tmp_path: Path) -> None:
         for rank in range(4)
     ]
     assert_ranks(finish(tmp_path, tasks), nodes=2, devices=2)
+
+
+def test_our_launcher_on_two_nodes(tmp_path: Path) -> None:
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODES": "2"}
+    nodes = [start(tmp_path, FOUR_SAMPLERS, [], **job, NODE_RANK=str(node)) for node in range(2)]
+    assert_ranks(finish(tmp_path, nodes), nodes=2, devices=2, runs=2)

@@ -92,7 +92,7 @@ def numbers(count: int, start: int = 0) -> TensorDataset:
 
 
 def quiet(ranks: int, strategy: Any = None, **options: Any) -> pl.Trainer:
-    return trainer(strategy or Hybrid3DStrategy(timeout=20), ranks, **options)
+    return trainer(strategy or Hybrid3DStrategy(timeout=10), ranks, **options)
 
 
 def through_all_stages(rank: int, loader: Any, **options: Any) -> tuple[dict[str, int], list[str]]:
@@ -246,7 +246,7 @@ def test_loaders_that_are_made_anew_agree_anew() -> None:
 def test_each_data_parallel_rank_gets_its_part_of_the_samples() -> None:
     def each(rank: int) -> Any:
         module = Seen()
-        strategy = Hybrid3DStrategy(data_parallel_replicate_size=2, timeout=20)
+        strategy = Hybrid3DStrategy(data_parallel_replicate_size=2, timeout=10)
         run = quiet(4, strategy, use_distributed_sampler=True)
         loader = DataLoader(numbers(32), batch_size=4, shuffle=True)
         run.fit(module, loader)

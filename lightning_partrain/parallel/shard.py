@@ -256,6 +256,10 @@ class ShardedOptimizerModel(ReplicatedModel):
         self._show(shards=False)
         return super().state_dict(keep)
 
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
+        self._show(shards=False)
+        super().load_state_dict(state_dict, strict)
+
     def release(self) -> None:
         self._show(shards=False)
         self._views.clear()
@@ -265,8 +269,6 @@ class ShardedOptimizerModel(ReplicatedModel):
     def state_tensors(self) -> dict[str, list[Tensor]]:
         states = super().state_tensors()
         states["parameters"] = [p.detach() for p in self._by_name.values()]
-        shards = [s for s in self._shard_of.values() if s.grad is not None]
-        whole = [p for p in self._by_name.values() if p.grad is not None]
-        states["gradients"] = [local_tensor(p.grad) for p in (*whole, *shards) if p.grad is not None]
-        states["buckets"] += [flat for flat, _ in self._views.values()]
+        whole = [p.grad for p in self._by_name.values() if p.grad is not None]
+        states["gradients"] = [*whole, *(flat for flat, _ in self._views.values())]  # kept from step to step
         return states

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
-from torch import nn
+from torch import Tensor, nn
 
 try:
     from lightning.pytorch.callbacks import WeightAveraging
@@ -63,7 +63,7 @@ def audit_optimizer(optimizer: torch.optim.Optimizer, sharded: bool) -> None:
         )
 
 
-def audit_optimizer_parameters(optimizer: torch.optim.Optimizer, known: set[nn.Parameter]) -> None:
+def audit_optimizer_parameters(optimizer: torch.optim.Optimizer, known: set[Tensor]) -> None:
     """Raise for optimizers that would not train this module.
 
     Args:

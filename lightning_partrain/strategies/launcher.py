@@ -7,6 +7,7 @@ after the Trainer call in which it was born.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
@@ -14,23 +15,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 
+from lightning_partrain import native_threads
 from lightning_partrain.compat import SubprocessScriptLauncher
 
 GRACE_SECONDS = 10.0
-_TASKS = Path("/proc/self/task")
-
-
-def _native_threads() -> int:
-    return len(list(_TASKS.iterdir())) if _TASKS.exists() else 0
-
-
-_threads_at_import = _native_threads()
 
 
 class ForkedProcess:
@@ -39,16 +32,18 @@ class ForkedProcess:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
+        self._lock = threading.Lock()  # two threads ask, and the system answers once
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            try:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:
-                pid, status = self.pid, 0
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
+        with self._lock:
+            if self.returncode is None:
+                try:
+                    pid, status = os.waitpid(self.pid, os.WNOHANG)
+                except ChildProcessError:
+                    pid, status = self.pid, 0
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+            return self.returncode
 
     def send_signal(self, signum: int) -> None:
         if self.poll() is None:
@@ -93,11 +88,11 @@ class RankLauncher(SubprocessScriptLauncher):
         """The reason why ranks have to be started by running the script again, or ``None``."""
         if self.device.type != "cpu":
             return "a process that has used an accelerator cannot be forked"
-        if not hasattr(os, "fork") or not _TASKS.exists():
+        if not hasattr(os, "fork") or not native_threads.TASKS.exists():
             return "this system cannot fork safely"
         if threading.active_count() > 1:
             return "other Python threads are running, whose locks a fork would copy"
-        if self.threads_per_rank() > 1 and _native_threads() > _threads_at_import:
+        if self.threads_per_rank() > 1 and native_threads.count() > native_threads.AT_IMPORT:
             return "a pool of compute threads has been started, which does not survive a fork"
         return None
 
@@ -127,6 +122,12 @@ class RankLauncher(SubprocessScriptLauncher):
                 return
             self.procs.append(ForkedProcess(pid))  # type: ignore[arg-type]
         threading.Thread(target=_watch, args=(self.procs,), daemon=True, name="rank-observer").start()
+        atexit.register(_wait, self.procs)  # type: ignore[arg-type]
+
+
+def _exit_code(returncode: int) -> int:
+    """Of this process, for a rank that ended with ``returncode`` (a negative one names a signal), as a shell has it."""
+    return returncode if returncode > 0 else 128 - returncode
 
 
 def _die_with(parent: int) -> None:
@@ -135,6 +136,18 @@ def _die_with(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _wait(procs: list[ForkedProcess]) -> None:
+    """The end of this process ends the others. Let them finish the script first, unless this one has failed."""
+    if hasattr(sys, "last_value"):
+        return
+    while any(proc.poll() is None for proc in procs):
+        time.sleep(0.05)
+    failed = next((proc.returncode for proc in procs if proc.returncode), None)
+    if failed is not None:
+        sys.stdout.flush()
+        os._exit(_exit_code(failed))
 
 
 def _watch(procs: list[ForkedProcess]) -> None:
@@ -146,7 +159,7 @@ def _watch(procs: list[ForkedProcess]) -> None:
             time.sleep(GRACE_SECONDS)
             for proc in procs:
                 proc.send_signal(signal.SIGKILL)
-            os._exit(failed if failed > 0 else 128 - failed)
+            os._exit(_exit_code(failed))
         if all(code == 0 for code in codes):
             return
         time.sleep(0.5)

@@ -174,7 +174,7 @@ class GradientReducer:
     def _build(self) -> None:
         self.remove_hooks()
         self.buckets = []
-        self._slot_of: dict[nn.Parameter, Slot] = {}
+        self._slot_of: dict[Tensor, Slot] = {}
         open_buckets: dict[tuple[torch.dtype, torch.device, bool], tuple[list[tuple[str, nn.Parameter]], int]] = {}
         for name, param in reversed(self.named_parameters):
             if not param.requires_grad:
@@ -202,7 +202,7 @@ class GradientReducer:
             handle.remove()
         self._handles.clear()
 
-    def discard(self, params: Iterable[nn.Parameter]) -> None:
+    def discard(self, params: Iterable[Tensor]) -> None:
         """Forget what was accumulated for ``params`` and not reduced yet."""
         for param in params:
             if param in self._slot_of:

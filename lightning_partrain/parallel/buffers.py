@@ -1,0 +1,64 @@
+"""Buffers follow rank 0, as in torch's DDP."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_partrain.parallel.batchnorm import batch_norm_layers
+
+#: Tensors travel in pieces of about this size.
+BROADCAST_BYTES = 64 << 20
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: list[Tensor]) -> None:
+    """Give every rank the ``tensors`` of rank 0, many small ones at a time."""
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if not tensor.is_meta and tensor.numel() and not isinstance(tensor, DTensor):
+            kinds.setdefault(tensor.dtype, []).append(tensor)
+    for kind in kinds.values():
+        while kind:
+            group = [kind.pop()]
+            while kind and sum(t.nbytes for t in group) + kind[-1].nbytes <= BROADCAST_BYTES:
+                group.append(kind.pop())
+            flat = torch.cat([t.reshape(-1) for t in group])
+            dist.broadcast(flat.view(torch.uint8) if flat.dtype == torch.bool else flat, 0)
+            for tensor, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
+class SharedBuffers:
+    """The buffers of ``module``, equal on all ranks from the start; see :meth:`share`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        norms = set(batch_norm_layers(module))
+        self._places = [(m, key, m in norms) for m in module.modules() for key in m._buffers]
+        self._seen: dict[int, tuple[int, int]] = {}
+        self._changed(with_batch_norm=True)
+
+    def share(self, with_batch_norm: bool) -> None:
+        """Bring the buffers that have changed from rank 0.
+
+        Before each training step all but the running statistics of batch norm, which the step does not read; before
+        evaluation and saving those too.
+        """
+        changed = self._changed(with_batch_norm)
+        if changed:
+            broadcast_tensors(list(changed.values()))
+            self._seen.update({index: (id(buffer), buffer._version) for index, buffer in changed.items()})
+
+    def _changed(self, with_batch_norm: bool) -> dict[int, Tensor]:
+        changed: dict[int, Tensor] = {}
+        for index, (module, key, batch_norm) in enumerate(self._places):
+            buffer = module._buffers[key]
+            if buffer is None or (batch_norm and not with_batch_norm):
+                continue
+            state = (id(buffer), buffer._version)
+            # batch norm's kernel does not count versions
+            if batch_norm or self._seen.setdefault(index, state) != state:
+                changed[index] = buffer
+        return changed

@@ -1,0 +1,132 @@
+"""The private names that the project leans on exist and have the form it expects; each test fails when one goes."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from lightning_partrain import compat
+from tests.test_numerics import in_group
+
+PACKAGE = Path(compat.__file__).parent
+
+
+def test_all_of_compat_is_there() -> None:
+    for name in compat.__all__:
+        assert getattr(compat, name) is not None
+
+
+def test_only_compat_imports_private_names() -> None:
+    private = re.compile(
+        r"^\s*(?:from\s+(?:torch|lightning)\S*\._|from\s+(?:torch|lightning)\S*\s+import\s+[^#\n]*\b_\w)", re.MULTILINE
+    )
+    for path in PACKAGE.rglob("*.py"):
+        if path.name != "compat.py":
+            assert not private.search(path.read_text()), f"{path.name} imports a private name"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (ParallelStrategy, "_configure_launcher"),
+        (LightningOptimizer, "_to_lightning_optimizer"),
+        (Precision, "_after_closure"),
+        (Precision, "_wrap_closure"),
+        (nn.Module, "zero_grad"),
+    ],
+)
+def test_members_that_are_overridden_or_relied_on(owner: Any, name: str) -> None:
+    assert callable(getattr(owner, name))
+
+
+def test_what_a_strategy_holds() -> None:
+    """Attributes of Lightning's base class that ours reads or sets."""
+    from lightning_partrain.strategies import Hybrid3DStrategy
+
+    strategy = Hybrid3DStrategy()
+    for name in (
+        "_lightning_module",
+        "_model",
+        "_launcher",
+        "_lightning_optimizers",
+        "_layer_sync",
+        "_precision_plugin",
+    ):
+        assert hasattr(strategy, name), name
+    assert "_device_mesh" in vars(pl.LightningModule())
+
+
+def test_launcher_form() -> None:
+    parameters = inspect.signature(compat.SubprocessScriptLauncher.__init__).parameters
+    assert list(parameters) == ["self", "cluster_environment", "num_processes", "num_nodes"]
+    assert {"launch", "kill"} <= set(dir(compat.SubprocessScriptLauncher))
+
+
+def test_worker_seeding_takes_a_rank() -> None:
+    assert "rank" in inspect.signature(compat.pl_worker_init_function).parameters
+
+
+def test_optimizer_is_unwrapped() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert compat.unwrap_optimizer(LightningOptimizer(optimizer)) is optimizer
+    assert compat.unwrap_optimizer(optimizer) is optimizer
+
+
+def test_local_part_shares_storage() -> None:
+    def check(rank: int) -> bool:
+        mesh = init_device_mesh("cpu", (2,))
+        param = nn.Parameter(distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]))
+        local = compat.local_part(param)
+        local.add_(1)
+        return not local.requires_grad and torch.equal(param.full_tensor().detach(), torch.arange(4.0) + 1)
+
+    assert in_group(2, check) == [True, True]
+
+
+def test_fully_shard_is_undone() -> None:
+    """Parameters, class, hooks and registry entries: the module can be used, loaded and sharded again."""
+
+    def check(rank: int) -> Any:
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cpu", (2,))
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        x = torch.ones(1, 3)
+        expected = model(x).detach()
+        for _ in range(2):
+            fully_shard(model[0], mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            used: set[Any] = set()
+            compat.fill_unused_gradients(model[0], used)
+            model(x).sum().backward()
+            params = compat.fsdp_params(model)
+            assert len(params) == 4
+            assert len(used) == 2
+            assert all(p.sharded_param.grad is not None for p in params)
+            compat.fsdp_forget_gradients(model, {params[0].sharded_param})
+            assert params[0].sharded_param.grad is None
+            gathered, _ = compat.fsdp_gathered(model)
+            assert all(t.shape for t in gathered)
+            compat.remove_fully_shard(model)
+            assert type(model) is nn.Sequential
+            assert type(model[0]) is nn.Linear
+            assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+            model.load_state_dict(before)
+            assert not isinstance(model, FSDPModule)
+            torch.testing.assert_close(model(x).detach(), expected)
+        return "whole"
+
+    assert in_group(2, check) == ["whole"] * 2
