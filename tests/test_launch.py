@@ -297,6 +297,7 @@ def test_the_failure_of_one_rank_comes_first_and_ends_all(where: str, tmp_path: 
     first, _, rest = ended.err.partition("Traceback")
     assert f"[rank {rank}: dp_shard {rank}] failed first:" in first, ended.err
     assert message in rest.partition("Traceback")[0], ended.err  # the first traceback of all
+    assert ended.err.count("failed first:") == 1, ended.err
     if rank == "1":
         assert f"Stopped because rank 1 (dp_shard 1) failed with {message}" in ended.err
     fitting = min(float(path.read_text()) for path in tmp_path.glob("seconds*"))
@@ -379,6 +380,32 @@ def test_nobody_needs_a_launcher_to_learn_of_a_failure(failing: int, monkeypatch
     assert caught.value.codes == [1, 1] and caught.value.seconds < 15
     told = f"[rank {1 - failing}] stops: rank {failing} (dp_shard {failing}) failed with LookupError: broken on purpose"
     assert told in caught.value.reports[1 - failing]
+
+
+def test_a_run_after_one_that_failed_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a search over settings does it, whose trials are ended by an exception on all ranks."""
+    monkeypatch.setattr(failure, "_POLL_SECONDS", 0.1)
+    monkeypatch.setattr(failure, "_GRACE_SECONDS", 0.2)
+
+    class Trial(OddSizes):
+        pruned = True
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.pruned:
+                raise LookupError("pruned")
+            time.sleep(0.1)
+            return super().training_step(batch, batch_idx)
+
+    def each(rank: int) -> int:
+        loader = shares(CASES["odd"].data(torch.float32), rank, 2)
+        with pytest.raises(LookupError):
+            trainer(Hybrid3DStrategy(), 2).fit(Trial(), loader)
+        second, run = Trial(), trainer(Hybrid3DStrategy(), 2)
+        second.pruned = False
+        run.fit(second, loader)
+        return run.global_step
+
+    assert run_ranks(2, each, 30) == [7, 7]
 
 
 # -- other launchers -----------------------------------------------------------------------------------------------------

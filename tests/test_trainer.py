@@ -511,3 +511,22 @@ def test_module_written_for_model_parallel_strategy() -> None:
         return run.global_step
 
     assert run_ranks(2, build) == [2, 2]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_backward_with_create_graph(stage: int) -> None:
+    """The gradients of such a pass are part of a graph; what is averaged is their value."""
+
+    class CreateGraph(OddSizes):
+        def backward(self, loss: Tensor) -> None:
+            loss.backward(create_graph=True)
+
+    def build(rank: int, ranks: int, strategy: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        module = CreateGraph()
+        trainer(strategy, ranks, precision="64-true", accumulate_grad_batches=2).fit(
+            module, shares(data(), rank, ranks)
+        )
+        return states(module)
+
+    same_everywhere(build, stage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -14,7 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-_KEY, _POLL_SECONDS, _GRACE_SECONDS = "lightning_partrain/failure", 0.5, 10.0
+_POLL_SECONDS, _GRACE_SECONDS = 0.5, 10.0
+_runs = itertools.count()
 
 
 _LOST = re.compile(
@@ -41,6 +43,8 @@ class FailureNotice:
         self.rank, self.place = rank, place
         self._store = store.clone() if hasattr(store, "clone") else store
         self._store.set_timeout(timedelta(seconds=5))
+        self._key = f"lightning_partrain/failure/{next(_runs)}"  # of this run: the next may have another
+        self._first: dict[str, Any] | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="failure-watch")
         self._thread.start()
@@ -50,11 +54,14 @@ class FailureNotice:
         self._thread.join(timeout=2 * _POLL_SECONDS)
 
     def first(self) -> dict[str, Any] | None:
-        """The first failure: its ``rank``, ``place`` and ``error``; ``None`` when there is none or rank 0 is gone."""
-        try:
-            return json.loads(self._store.get(_KEY)) if self._store.check([_KEY]) else None
-        except (RuntimeError, ValueError, dist.DistError):
-            return None
+        """The first failure: its ``rank``, ``place`` and ``error``; ``None`` when there is none, or rank 0 was gone before
+        this rank could read of it."""
+        if self._first is None:
+            try:
+                self._first = json.loads(self._store.get(self._key)) if self._store.check([self._key]) else None
+            except (RuntimeError, ValueError, dist.DistError):
+                return None
+        return self._first
 
     def publish(self, error: BaseException) -> dict[str, Any]:
         """Record ``error`` unless another rank failed before. Prints the traceback where it is the first."""
@@ -63,7 +70,7 @@ class FailureNotice:
         if before is not None and before["rank"] != self.rank:
             return before
         try:
-            first = json.loads(self._store.compare_set(_KEY, "", json.dumps(mine)))
+            first = json.loads(self._store.compare_set(self._key, "", json.dumps(mine)))
         except (RuntimeError, ValueError, dist.DistError):
             first = mine
         if first["rank"] == self.rank:

@@ -253,13 +253,15 @@ class GradientReducer:
                 f"The gradient of {slot.name!r} arrived twice in one backward pass, the second time after its reduction was "
                 "prepared. Reentrant activation checkpointing of a shared parameter does this: use use_reentrant=False."
             )
-        with torch.no_grad():
-            if bucket.cut:
-                bucket.put(slot, grad, self.scale)
-                param.grad = None
-            elif not slot.filled:
-                bucket.put(slot, grad, self.scale if bucket.scale_on_copy else 1.0)
-                param.grad = slot.view
+        with_graph = torch.is_grad_enabled()  # create_graph: such a pass adds up out of place
+        value = grad.detach() if with_graph else grad
+        if bucket.cut:
+            bucket.put(slot, value, self.scale)
+            param.grad = None
+        elif not slot.filled or with_graph:
+            slot.filled = False
+            bucket.put(slot, value, self.scale if bucket.scale_on_copy else 1.0)
+            param.grad = slot.view
         if not slot.arrived:
             slot.arrived = True
             bucket.waiting -= 1
