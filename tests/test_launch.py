@@ -5,6 +5,7 @@ Each script imports torch and lightning anew, which is nearly all of the time th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -95,22 +96,30 @@ class Ended:
     left: list[int]
 
 
-def alive(group: int) -> list[int]:
-    """Processes of a group that are still there, zombies aside."""
+def alive(folder: Path) -> list[int]:
+    """Processes that were started for the test in ``folder``, in whatever session they are by now; zombies have no environment."""
+    mark = f"FOLDER={folder}".encode()
     found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for path in Path("/proc").glob("[0-9]*/environ"):
         try:
-            pid, _, rest = stat.read_text().partition(" ")
+            if mark in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
         except OSError:
             continue
-        state, _, pgrp = rest.rpartition(")")[2].split()[:3]
-        if int(pgrp) == group and state != "Z":
-            found.append(int(pid))
     return found
 
 
+def end(folder: Path) -> None:
+    """With the stacks of all threads in the output."""
+    for signum, pause in ((signal.SIGABRT, 1.0), (signal.SIGKILL, 0.0)):
+        for pid in alive(folder):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+        time.sleep(pause)
+
+
 def start(folder: Path, body: str, command: list[str], **environment: str) -> subprocess.Popen[str]:
-    """The script with ``body``, in a process group of its own, which all its descendants share."""
+    """The script with ``body``, which knows by FOLDER where it belongs, as all its descendants do."""
     script = folder / "script.py"
     script.write_text(SCRIPT + body)
     kept = {k: v for k, v in os.environ.items() if k not in MARKS and not k.startswith(("SLURM", "TORCHELASTIC"))}
@@ -120,32 +129,28 @@ def start(folder: Path, body: str, command: list[str], **environment: str) -> su
         return subprocess.Popen(
             [sys.executable, "-W", "ignore", *command, str(script)],
             cwd=folder,
-            env={**kept, "PYTHONPATH": str(ROOT), "FOLDER": str(folder), **environment},
+            env={**kept, "PYTHONPATH": str(ROOT), "FOLDER": str(folder), "PYTHONFAULTHANDLER": "1", **environment},
             stdout=out,
             stderr=err,
             text=True,
-            start_new_session=True,
         )
 
 
 def finish(folder: Path, processes: list[subprocess.Popen[str]]) -> Ended:
     """Wait for all of them, and for what they leave behind; kill what is there after :data:`LIMIT` seconds."""
     began = time.monotonic()
-    left: list[int] = []
     try:
         codes = [process.wait(max(0.1, began + LIMIT - time.monotonic())) for process in processes]
-        seconds = time.monotonic() - began
-        until = time.monotonic() + 3  # the parent's end ends the ranks, a moment later
-        while (left := [pid for p in processes for pid in alive(p.pid)]) and time.monotonic() < until:
-            time.sleep(0.05)
     except subprocess.TimeoutExpired:
+        end(folder)
         outputs = "\n".join(path.read_text() for path in sorted(folder.glob("*.[oe]*")))
         pytest.fail(f"not finished after {LIMIT} s\n{outputs}")
-    finally:
-        for process in processes:
-            if process.poll() is None or alive(process.pid):
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+    seconds = time.monotonic() - began
+    until = time.monotonic() + 3  # the parent's end ends the ranks, a moment later
+    while (left := alive(folder)) and time.monotonic() < until:
+        time.sleep(0.05)
+    if left:
+        end(folder)
     out, err = ("\n".join(path.read_text() for path in sorted(folder.glob(f"*.{kind}"))) for kind in ("out", "err"))
     ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
     runs = len((folder / "runs").read_text().splitlines()) if (folder / "runs").exists() else 0
@@ -451,9 +456,7 @@ def assert_ranks(ended: Ended, nodes: int, devices: int, runs: int | None = None
 
 
 def test_torchrun_on_one_node(tmp_path: Path) -> None:
-    ended = run(
-        tmp_path, FOUR_SAMPLERS, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"
-    )
+    ended = run(tmp_path, FOUR_SAMPLERS, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     assert_ranks(ended, nodes=1, devices=2)
 
 

@@ -96,6 +96,7 @@ class FullyShardedModel(ReplicatedModel):
         if isinstance(module, FSDPModule) and automatic:
             compat.fsdp_gather_for_methods(module, self._methods)
         self._used: set[Any] = set()
+        self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
         super().__init__(module, mesh, reduce, training)
         if training:
             self._watch_zero_grad()
@@ -158,19 +159,17 @@ class FullyShardedModel(ReplicatedModel):
         if not self.reducer.sync:
             return
         params = compat.fsdp_params(self.module)
-        flags = torch.tensor([float(p in self._used) for p in params], device=self.mesh_device)
+        unused = [index for index, param in enumerate(params) if param not in self._used]
+        flags = torch.ones(len(params), device=self._device)
+        for index in unused:
+            flags[index] = 0.0
         dist.all_reduce(flags, group=self.mesh.data_parallel_group)
-        unused = [p for p in params if p not in self._used]
-        if unused:
-            used_somewhere = {p for p, count in zip(params, flags.tolist(), strict=True) if count}
-            for param in unused:
-                if param not in used_somewhere and param in self._fresh:
-                    param.sharded_param.grad = None
+        if unused:  # only then does the host have to look
+            anywhere = flags.tolist()
+            for index in unused:
+                if not anywhere[index] and params[index] in self._fresh:
+                    params[index].sharded_param.grad = None
         self._used.clear()
-
-    @property
-    def mesh_device(self) -> torch.device:
-        return next(iter(self.module.parameters())).device
 
     # -- parameters ----------------------------------------------------------------------------------------------------
 
