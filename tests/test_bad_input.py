@@ -26,6 +26,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_partrain.strategies import Hybrid3DStrategy, failure
 from tests.harness import RankFailure, run_ranks, trainer
+from tests.models import CASES
+from tests.parity import shares
 
 LIMIT = 30.0
 WAIT = 12.0  # the strategies' timeout: a rank that is left waiting says so instead of "Stopped because ..."
@@ -475,3 +477,50 @@ class BroadcastsAnObject(Plain):
 
 def test_a_broadcast_of_what_is_not_json() -> None:
     assert_refused(messages(BroadcastsAnObject), "TypeError", "not object", "Only JSON values", "strategy.all_gather")
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "Muon"])
+def test_optimizers_that_need_whole_tensors(kind: str) -> None:
+    """Refused over shards before the first step; without sharding they work."""
+
+    def each(rank: int) -> str:
+        module = CASES["encoder"].build()
+        matrices = [p for p in module.parameters() if p.ndim == 2]
+        module.configure_optimizers = lambda: getattr(torch.optim, kind)(matrices, lr=1e-3)
+        loader = shares(CASES["encoder"].data(torch.float32), rank, 2)
+        trainer(Hybrid3DStrategy(zero_stage=0), 2, max_steps=1).fit(module, loader)
+        with pytest.raises(ValueError, match=f"{kind} .*Use zero_stage=0"):
+            trainer(Hybrid3DStrategy(zero_stage=1), 2, max_steps=1).fit(module, loader)
+        return "refused"
+
+    assert run_ranks(2, each) == ["refused"] * 2
+
+
+def test_options_of_the_wrong_kind() -> None:
+    with pytest.raises(TypeError, match="timeout must be a number of seconds"):
+        Hybrid3DStrategy(timeout="a")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="zero_stage=True does not exist"):
+        Hybrid3DStrategy(zero_stage=True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="process_group_backend='foo' is not one of"):
+        Hybrid3DStrategy(process_group_backend="foo")
+
+
+def test_a_run_after_a_failure_of_another_rank() -> None:
+    """The connections are gone; the next run says so, and why."""
+
+    def each(rank: int) -> str:
+        module = CASES["encoder"].build()
+        loader = shares(CASES["encoder"].data(torch.float32), rank, 2)
+
+        class Fails(pl.Callback):
+            def on_train_batch_start(self, *_: Any) -> None:
+                if rank == 1:
+                    raise ValueError("broken on purpose")
+
+        with pytest.raises((ValueError, RuntimeError), match="broken on purpose"):
+            trainer(Hybrid3DStrategy(timeout=10), 2, max_steps=2, callbacks=[Fails()]).fit(module, loader)
+        with pytest.raises(RuntimeError, match=r"earlier run .* rank 1 .* failed with ValueError: broken on purpose"):
+            trainer(Hybrid3DStrategy(timeout=10), 2, max_steps=2).fit(module, loader)
+        return "said"
+
+    assert run_ranks(2, each) == ["said"] * 2

@@ -25,7 +25,7 @@ from tests.models import CASES, OddSizes
 from tests.parity import shares
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT = 100.0
+LIMIT = 180.0
 #: What Lightning or a launcher would take for a running job.
 MARKS = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "PL_GLOBAL_SEED")
 

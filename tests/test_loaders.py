@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_partrain.strategies import Hybrid3DStrategy
 from tests.harness import run_ranks, trainer
+from tests.models import EncoderClassifier
 
 LIMIT = 40.0  # seconds for a run; a hang would last as long as the strategy's timeout
 
@@ -112,10 +113,10 @@ def through_all_stages(rank: int, loader: Any, **options: Any) -> tuple[dict[str
 @pytest.mark.parametrize("lengths", [(5, 7), (7, 5)])
 def test_streams_of_unequal_length_end_together_in_every_stage(dataset: Any, lengths: tuple[int, int]) -> None:
     results = run_ranks(2, lambda rank: through_all_stages(rank, DataLoader(dataset(lengths[rank]))), LIMIT)
-    for counts, _ in results:
-        assert counts == {"fit": 5, "validate": 5, "test": 5, "predict": 5}
+    for (counts, _), length in zip(results, lengths, strict=True):
+        assert counts == {"fit": 5, "validate": 5, "test": 5, "predict": length}, "no prediction is lost"
     ended = [message for message in results[0][1] if "5" in message and "batches" in message and "ranks" in message]
-    assert len(ended) >= 4, results[0][1]  # rank 0 says it in each stage, whoever ran out first
+    assert len(ended) >= 3, results[0][1]  # rank 0 says it in each stage, whoever ran out first
 
 
 def test_streams_of_equal_length_end_without_a_warning() -> None:
@@ -129,9 +130,30 @@ def test_sized_loaders_of_unequal_length_stop_at_the_shortest_with_a_warning() -
         return through_all_stages(rank, DataLoader(numbers(10 + 4 * rank), batch_size=2))
 
     results = run_ranks(2, each, LIMIT)
-    for counts, _ in results:
-        assert counts == {"fit": 5, "validate": 5, "test": 5, "predict": 5}
-    assert sum("have 5, 7 batches; all of them stop after 5" in message for message in results[0][1]) == 4
+    for rank, (counts, _) in enumerate(results):
+        assert counts == {"fit": 5, "validate": 5, "test": 5, "predict": 5 + 2 * rank}
+    assert sum("have 5, 7 batches; all of them stop after 5" in message for message in results[0][1]) == 3
+
+
+class Predicts(EncoderClassifier):
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_every_sample_is_predicted(stage: int) -> None:
+    """21 samples on two ranks, whose last batch one of them does not have; before and after a fit."""
+
+    def each(rank: int) -> Any:
+        module = Predicts()
+        samples = TensorDataset(torch.ones(21, 12), torch.zeros(21, dtype=torch.int64))
+        loader = DataLoader(samples, batch_size=2)
+        run = quiet(2, Hybrid3DStrategy(zero_stage=stage, timeout=10), use_distributed_sampler=True)
+        before = sum(len(part) for part in run.predict(module, loader))
+        run.fit(module, loader)
+        return before, sum(len(part) for part in run.predict(module, loader))
+
+    assert run_ranks(2, each, LIMIT) == [(11, 11), (10, 10)]
 
 
 def test_a_rank_without_any_batch_ends_the_epoch_everywhere() -> None:

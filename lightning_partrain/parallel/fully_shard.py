@@ -92,9 +92,10 @@ class FullyShardedModel(ReplicatedModel):
         ]
         self._shard(module, roots, mesh, ignored={p for _, p in self._whole})
         self._roots = [root for root in roots if isinstance(root, FSDPModule)]
-        self._methods = [name for name in STEPS if automatic and is_overridden(name, module)]
-        if isinstance(module, FSDPModule) and automatic:
-            compat.fsdp_gather_for_methods(module, self._methods)
+        steps = [name for name in STEPS if automatic and is_overridden(name, module)]
+        self._own_steps = {name: module.__dict__.get(name) for name in steps}  # a user may have set one on the instance
+        if isinstance(module, FSDPModule):
+            compat.fsdp_gather_for_methods(module, steps)
         self._used: set[Any] = set()
         self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
         super().__init__(module, mesh, reduce, training)
@@ -217,8 +218,10 @@ class FullyShardedModel(ReplicatedModel):
 
     def release(self) -> None:
         super().release()
-        for name in self._methods:
+        for name, own in self._own_steps.items():
             self.module.__dict__.pop(name, None)
+            if own is not None:
+                self.module.__dict__[name] = own
         compat.remove_fully_shard(self.module)
 
     def state_tensors(self) -> dict[str, list[Tensor]]:

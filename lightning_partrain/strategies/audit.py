@@ -14,6 +14,14 @@ except ImportError:  # Lightning before 2.6
     WeightAveraging = None  # type: ignore[assignment,misc]
 
 
+#: torch's optimizers that get wrong numbers or an error from DTensors, and why.
+NOT_OVER_SHARDS = {
+    "LBFGS": "works on one vector of all gradients, which no rank has under sharding",
+    "Adafactor": "updates norms of whole rows and columns in place, which torch cannot do over shards",
+    "Muon": "multiplies whole matrices in bfloat16, which gives other numbers over shards",
+}
+
+
 def audit_module(module: nn.Module) -> None:
     """Raise for parameters whose gradients cannot be averaged.
 
@@ -55,12 +63,12 @@ def audit_optimizer(optimizer: torch.optim.Optimizer, sharded: bool) -> None:
         sharded: whether each rank holds a part of the parameters or gradients only.
 
     Raises:
-        ValueError: L-BFGS over shards.
+        ValueError: torch's optimizers that do not look at one element after the other, over shards.
     """
-    if sharded and isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            "LBFGS works on one vector of all gradients, which no rank has under sharding. Use zero_stage=0."
-        )
+    for name, reason in NOT_OVER_SHARDS.items():
+        kind = getattr(torch.optim, name, None)
+        if sharded and kind is not None and isinstance(optimizer, kind):
+            raise ValueError(f"{name} {reason}. Use zero_stage=0.")
 
 
 def audit_optimizer_parameters(optimizer: torch.optim.Optimizer, known: set[Tensor]) -> None:

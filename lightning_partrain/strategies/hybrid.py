@@ -13,6 +13,7 @@ from lightning_partrain.parallel.replicate import Reduce, ReplicatedModel
 from lightning_partrain.parallel.shard import ShardedOptimizerModel
 from lightning_partrain.strategies import audit
 from lightning_partrain.strategies.base import MeshStrategy
+from lightning_partrain.strategies.loaders import same_length
 
 
 class Hybrid3DStrategy(MeshStrategy):
@@ -42,7 +43,7 @@ class Hybrid3DStrategy(MeshStrategy):
         timeout: timedelta | float = 1800.0,
     ) -> None:
         super().__init__(process_group_backend, timeout)
-        if zero_stage not in (0, 1, 2, 3):
+        if zero_stage not in (0, 1, 2, 3) or isinstance(zero_stage, bool):
             raise ValueError(
                 f"zero_stage={zero_stage!r} does not exist. The stages are 0 (nothing sharded), 1 (optimizer state), 2 (and gradients) "
                 "and 3 (and parameters)."
@@ -56,6 +57,18 @@ class Hybrid3DStrategy(MeshStrategy):
 
     def sizes(self, world_size: int) -> ParallelSizes:
         return ParallelSizes.resolve(world_size, self.data_parallel_size, self.data_parallel_replicate_size)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Prediction keeps every sample: ranks whose last batch comes earlier end earlier."""
+        assert self.mesh is not None and self.lightning_module is not None and self.model_parallel is not None
+        if not self.lightning_module.trainer.predicting or self.world_size == 1:
+            return super().process_dataloader(dataloader)
+        self.seed_workers(dataloader)
+        if self.zero_stage == 3 and not same_length(dataloader, self.control_group):
+            # gathering block by block would wait for those that have ended
+            self.model_parallel.release()
+            self.model_parallel = ReplicatedModel(self.lightning_module, self.mesh, self.reduce_when, training=False)
+        return dataloader
 
     @property
     def sharded(self) -> bool:

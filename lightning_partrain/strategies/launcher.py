@@ -23,7 +23,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning_partrain import native_threads
 from lightning_partrain.compat import SubprocessScriptLauncher
 
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 5.0
 
 
 class ForkedProcess:
@@ -156,6 +156,11 @@ def _watch(procs: list[ForkedProcess]) -> None:
         codes = [proc.poll() for proc in procs]
         failed = next((code for code in codes if code), None)
         if failed is not None:
+            rank = codes.index(failed) + 1
+            how = f"was killed by signal {-failed}" if failed < 0 else f"ended with exit code {failed}"
+            print(
+                f"[local rank {rank}] {how}: the others end within {GRACE_SECONDS:.0f} s", file=sys.stderr, flush=True
+            )
             time.sleep(GRACE_SECONDS)
             for proc in procs:
                 proc.send_signal(signal.SIGKILL)

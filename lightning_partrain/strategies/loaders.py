@@ -81,13 +81,24 @@ class AgreedLoader(_Wrapped):
             yield batch
 
 
+def _lengths(loader: Any, control_group: dist.ProcessGroup) -> Any:
+    """Of all ranks: the lengths, and whether they are certain."""
+    length, certain = sized_len(loader), not has_iterable_dataset(loader)
+    return zip(*gather_json((length, certain), torch.device("cpu"), control_group), strict=True)
+
+
+def same_length(loader: Any, control_group: dist.ProcessGroup) -> bool:
+    """Whether all ranks are sure to have as many batches. Collective over ``control_group``."""
+    lengths, all_certain = _lengths(loader, control_group)
+    return len(set(lengths)) == 1 and None not in lengths and all(all_certain)
+
+
 def agree_on_length(loader: Any, control_group: dist.ProcessGroup) -> Any:
     """``loader`` itself when all ranks know the same length, else one that ends on all of them together.
 
     Collective over ``control_group`` (CPU tensors). The length of an iterable data set is taken as a promise only.
     """
-    length, certain = sized_len(loader), not has_iterable_dataset(loader)
-    lengths, all_certain = zip(*gather_json((length, certain), torch.device("cpu"), control_group), strict=True)
+    lengths, all_certain = _lengths(loader, control_group)
     shortest = None if None in lengths else min(lengths)
     if shortest is not None and len(set(lengths)) > 1:
         rank_zero_warn(

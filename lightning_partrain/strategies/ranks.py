@@ -21,6 +21,18 @@ from lightning_partrain.strategies.launcher import RankLauncher
 from lightning_partrain.strategies.loaders import agree_on_length, seed_workers
 from lightning_partrain.sync.messages import broadcast_json
 
+#: Why the connections between these processes cannot be used any more.
+_broken: list[str] = []
+
+
+def _check_backend(backend: str | None) -> None:
+    known = dist.Backend.backend_list
+    parts = [part.rpartition(":")[2] for part in (backend or "").split(",")]
+    if backend is not None and not set(parts) <= set(known):
+        raise ValueError(
+            f"process_group_backend={backend!r} is not one of {', '.join(known)}, or None for the device's default."
+        )
+
 
 class RankStrategy(ParallelStrategy):
     """One meaning of a rank: samplers, workers, ``reduce`` and ``all_gather`` mean the data-parallel group; all ranks together
@@ -37,6 +49,9 @@ class RankStrategy(ParallelStrategy):
         super().__init__()
         self.num_nodes = 1
         self._process_group_backend = process_group_backend
+        _check_backend(process_group_backend)
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float, timedelta)):
+            raise TypeError(f"timeout must be a number of seconds or a timedelta, not {timeout!r}.")
         self.timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         if self.timeout <= timedelta(0):
             raise ValueError(f"timeout must be positive, not {timeout}.")
@@ -93,11 +108,21 @@ class RankStrategy(ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         assert self.cluster_environment is not None and self.lightning_module is not None
+        if _broken:
+            raise RuntimeError(f"An earlier run in these processes ended because {_broken[0]}. Start the script again.")
         sizes = self.sizes(self.world_size)
         device_id = None if self.root_device.type == "cpu" else self.root_device
         compat.init_dist_connection(
             self.cluster_environment, self.process_group_backend, timeout=self.timeout, device_id=device_id
         )
+        if dist.get_world_size() != sizes.world_size or (
+            self._process_group_backend and dist.get_backend() not in self._process_group_backend
+        ):
+            raise ValueError(
+                f"These are {dist.get_world_size()} processes with {dist.get_backend()!r}, started by an earlier Trainer or by the "
+                f"launcher; this Trainer wants {sizes.world_size} with {self.process_group_backend!r}. One script has one of each: "
+                "give all its Trainers the same devices, num_nodes and process_group_backend."
+            )
         if self.mesh is None or self.mesh.sizes != sizes:
             self.mesh = ParallelMesh.create(sizes, self.root_device.type)
         self.lightning_module._device_mesh = self.mesh.device_mesh
@@ -161,10 +186,14 @@ class RankStrategy(ParallelStrategy):
         dist.all_reduce(votes)
         return bool(votes == self.world_size) if all else bool(votes)
 
-    def process_dataloader(self, dataloader: Any) -> Any:
+    def seed_workers(self, dataloader: Any) -> None:
+        """As Lightning does after ``seed_everything(workers=True)``, but by data-parallel rank."""
         assert self.mesh is not None
         if int(os.environ.get("PL_SEED_WORKERS", 0)):
             seed_workers(dataloader, self.mesh.data_parallel_rank)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        self.seed_workers(dataloader)
         return agree_on_length(dataloader, self.control_group) if self.world_size > 1 else dataloader
 
     # -- the end -------------------------------------------------------------------------------------------------------
@@ -174,6 +203,7 @@ class RankStrategy(ParallelStrategy):
         if self._failure is None or isinstance(exception, (KeyboardInterrupt, SystemExit)):
             return
         first = self._failure.publish(exception)
+        _broken.append(FailureNotice.describe(first))
         if first["rank"] != self.global_rank and lost_a_peer(exception):
             raise RuntimeError(f"Stopped because {FailureNotice.describe(first)}.") from exception
 
