@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_process_group_backend,
 )
@@ -21,7 +20,6 @@ from lightning.fabric.utilities.distributed import _init_dist_connection as init
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
@@ -32,7 +30,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "Launcher",
     "ReduceScatter",
     "SubprocessScriptLauncher",
     "agree_on_epoch_metrics",
@@ -40,7 +37,6 @@ __all__ = [
     "at_epoch_ends",
     "compute_epoch_metrics",
     "decides_within_epochs",
-    "default_pg_timeout",
     "default_process_group_backend",
     "default_store",
     "fill_unused_gradients",

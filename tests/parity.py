@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -203,7 +203,6 @@ __all__ = [
     "fit",
     "hybrid",
     "one_process",
-    "replace",
     "shares",
     "whole",
 ]

@@ -23,7 +23,9 @@ def broadcast_tensors(tensors: list[Tensor]) -> None:
     for kind in kinds.values():
         while kind:
             group = [kind.pop()]
-            while kind and sum(t.nbytes for t in group) + kind[-1].nbytes <= BROADCAST_BYTES:
+            size = group[0].nbytes
+            while kind and size + kind[-1].nbytes <= BROADCAST_BYTES:
+                size += kind[-1].nbytes
                 group.append(kind.pop())
             flat = torch.cat([t.reshape(-1) for t in group])
             dist.broadcast(flat.view(torch.uint8) if flat.dtype == torch.bool else flat, 0)

@@ -111,18 +111,19 @@ class MeshStrategy(RankStrategy):
     def _attach_optimizers(self) -> None:
         assert self.model_parallel is not None
         now = self.model_parallel.held_parameters()
+        current = {*now.values(), *map(self._stepped, now.values())}
         for wrapper in self._lightning_optimizers:
             optimizer = compat.unwrap_optimizer(wrapper)
             audit.audit_optimizer(optimizer, self.sharded)
-            self._use_current_parameters(optimizer, now)
-            hook = optimizer.register_step_pre_hook(lambda opt, *_: self._use_current_parameters(opt, now))
+            self._use_current_parameters(optimizer, now, current)
+            hook = optimizer.register_step_pre_hook(lambda opt, *_: self._use_current_parameters(opt, now, current))
             self._step_hooks.append(hook)
             self.model_parallel.attach_optimizer(optimizer, wrapper)
 
-    def _use_current_parameters(self, optimizer: torch.optim.Optimizer, now: dict[str, nn.Parameter]) -> None:
+    def _use_current_parameters(
+        self, optimizer: torch.optim.Optimizer, now: dict[str, nn.Parameter], current: set[Tensor]
+    ) -> None:
         """Optimizers built before the layout, or given new groups since, hold parameters that are no longer the model's."""
-        assert self.model_parallel is not None
-        current = {*now.values(), *map(self._stepped, now.values())}
         params = {p for group in optimizer.param_groups for p in group["params"]}
         stale = {p: now[_NAMES[p]] for p in params if p not in current and _NAMES.get(p) in now}
         if stale:
