@@ -69,6 +69,16 @@ def test_what_a_strategy_holds() -> None:
     assert "_device_mesh" in vars(pl.LightningModule())
 
 
+def test_what_the_metric_agreement_reads() -> None:
+    trainer = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    assert isinstance(trainer._logger_connector._callback_metrics, dict)
+    assert isinstance(trainer.fit_loop.epoch_loop._results, dict)
+    assert hasattr(pl.LightningModule(), "_trainer")
+    checkpoint = pl.callbacks.ModelCheckpoint(every_n_train_steps=2)
+    assert checkpoint._every_n_train_steps == 2
+    assert hasattr(checkpoint, "_train_time_interval")
+
+
 def test_launcher_form() -> None:
     parameters = inspect.signature(compat.SubprocessScriptLauncher.__init__).parameters
     assert list(parameters) == ["self", "cluster_environment", "num_processes", "num_nodes"]

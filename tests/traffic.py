@@ -50,7 +50,7 @@ class Traffic(TorchDispatchMode):
             t for a in args[:1] for t in (a if isinstance(a, (list, tuple)) else [a]) if isinstance(t, torch.Tensor)
         ]
         numbers = sum(t.nbytes for t in tensors)
-        factor = {"allreduce": 2 * share, "broadcast": 1.0}.get(name, share)
+        factor = {"allreduce": 2 * share, "broadcast": 1.0, "send": 1.0, "recv": 0.0}.get(name.rstrip("_"), share)
         if name.startswith("reduce_scatter"):
             numbers *= group.size()  # the first argument is the output
         count = self.by_axis[self._axes.get(group.group_name, "world")][name]

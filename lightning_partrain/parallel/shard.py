@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -219,16 +220,25 @@ class ShardedOptimizerModel(ReplicatedModel):
             if bucket.cut and any(self._shard_of[slot.param] in stepped for slot in bucket.slots):
                 plan = self._plan(bucket)
                 torch._foreach_copy_(plan.outgoing, plan.own)
-                mine = plan.buffer[self._shard_rank]
-                work = compat.all_gather_single(
-                    plan.buffer.view(-1), mine, group=self.mesh.group("dp_shard"), async_op=True
-                )
-                pending.append((plan, work))
-        for plan, work in pending:
-            work.wait()
+                pending.append((plan, self._exchange(plan.buffer)))
+        for plan, works in pending:
+            for work in works:
+                work.wait()
             if plan.incoming:
                 torch._foreach_copy_(plan.others, plan.incoming)
         self._show(shards=False)
+
+    def _exchange(self, buffer: Tensor) -> list[Any]:
+        """Start to fill ``buffer``, (shards, width), of which this rank has written its own row."""
+        group, mine = self.mesh.group("dp_shard"), buffer[self._shard_rank]
+        if dist.get_backend(group) != "gloo":
+            return [compat.all_gather_single(buffer.view(-1), mine, group=group, async_op=True)]
+        works = []  # gloo's all-gather copies everything in and out once more
+        for offset in range(1, self._shards):
+            to, source = (self._shard_rank + offset) % self._shards, (self._shard_rank - offset) % self._shards
+            works.append(dist.isend(mine, group=group, group_dst=to))
+            works.append(dist.irecv(buffer[source], group=group, group_src=source))
+        return works
 
     def _plan(self, bucket: Bucket) -> _GatherPlan:
         """Stage 1 gathers in the bucket, which is idle after the reduction, through views that are made once."""
