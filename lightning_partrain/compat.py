@@ -25,13 +25,18 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
 )
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
+    "FakeTensorMode",
     "ReduceScatter",
     "SubprocessScriptLauncher",
+    "TorchDispatchMode",
     "agree_on_epoch_metrics",
     "all_gather_single",
     "at_epoch_ends",
@@ -53,6 +58,8 @@ __all__ = [
     "remove_fully_shard",
     "set_step_values",
     "step_values",
+    "tree_flatten",
+    "tree_unflatten",
     "unwrap_optimizer",
 ]
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -54,28 +54,49 @@ class ParallelSizes:
 
     @classmethod
     def resolve(
-        cls, world_size: int, data_parallel_size: Size = "auto", data_parallel_replicate_size: int = 1
+        cls,
+        world_size: int,
+        data_parallel_size: Size = "auto",
+        data_parallel_replicate_size: int = 1,
+        pipeline_parallel_size: Size = "auto",
     ) -> ParallelSizes:
-        """Sizes for ``world_size`` processes; ``"auto"`` takes the ranks that are left.
+        """Sizes for ``world_size`` processes.
 
         Args:
             world_size: number of processes.
-            data_parallel_size: data-parallel ranks in all, replicas included.
+            data_parallel_size: data-parallel ranks in all, replicas included; ``"auto"`` takes the ranks that are left.
             data_parallel_replicate_size: how many replicas they form; each replica is sharded over the rest (HSDP).
+            pipeline_parallel_size: stages of the pipeline; ``"auto"`` is what is left when ``data_parallel_size`` is given, else 1.
 
         Raises:
             ValueError: when the sizes do not multiply to ``world_size``.
         """
         replicas = data_parallel_replicate_size
-        if not isinstance(replicas, int) or replicas < 1:
-            raise ValueError(f"data_parallel_replicate_size must be a whole number of at least 1, not {replicas!r}.")
-        size = world_size if data_parallel_size == "auto" else data_parallel_size
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"data_parallel_size must be 'auto' or a whole number of at least 1, not {size!r}.")
-        if size != world_size:
+        given = {
+            "data_parallel_replicate_size": replicas,
+            "data_parallel_size": data_parallel_size,
+            "pipeline_parallel_size": pipeline_parallel_size,
+        }
+        for name, value in given.items():
+            if value == "auto" and value is not replicas:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                auto = "'auto' or " if value is not replicas else ""
+                raise ValueError(f"{name} must be {auto}a whole number of at least 1, not {value!r}.")
+        if pipeline_parallel_size == "auto":
+            fits = isinstance(data_parallel_size, int) and world_size % data_parallel_size == 0
+            stages = world_size // data_parallel_size if fits and isinstance(data_parallel_size, int) else 1
+        else:
+            stages = pipeline_parallel_size
+        size = world_size // stages if data_parallel_size == "auto" else data_parallel_size
+        if size * stages != world_size:
+            sizes = f"data_parallel_size={data_parallel_size}"
+            if pipeline_parallel_size != "auto":
+                sizes += f" and pipeline_parallel_size={pipeline_parallel_size}"
+            needs = f"need a multiple of {stages}" if data_parallel_size == "auto" else f"need {size * stages}"
             raise ValueError(
-                f"data_parallel_size={size} needs {size} processes, but devices x num_nodes gives {world_size}. "
-                f"Set data_parallel_size={world_size} or 'auto', or start {size} processes."
+                f"{sizes} {needs} processes, but devices x num_nodes gives {world_size}. "
+                f"Leave data_parallel_size='auto' with a pipeline_parallel_size that divides {world_size}, or start other processes."
             )
         if size % replicas:
             fitting = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
@@ -83,7 +104,7 @@ class ParallelSizes:
                 f"data_parallel_replicate_size={replicas} does not divide the {size} data-parallel ranks. "
                 f"Sizes that do: {fitting}."
             )
-        return cls(dp_replicate=replicas, dp_shard=size // replicas)
+        return cls(pp=stages, dp_replicate=replicas, dp_shard=size // replicas)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +150,26 @@ class ParallelMesh:
 
     def _axis(self, axis: str) -> DeviceMesh:
         return self._flat[axis] if axis in self._flat else self.device_mesh[axis]
+
+    def new_groups(self, axis: str, indices: Sequence[int], **options: Any) -> dist.ProcessGroup | None:
+        """A further group of the ranks with ``indices`` along ``axis``, for every place on the other axes.
+
+        Collective over all ranks, whether they are in one of the groups or not.
+
+        Args:
+            options: for ``torch.distributed.new_group``.
+
+        Returns:
+            This rank's group, or ``None`` when its index is not among ``indices``.
+        """
+        place = AXES.index(axis)
+        lines = self.device_mesh.mesh.movedim(place, -1).reshape(-1, self.size(axis))
+        mine = None
+        for line in lines.tolist():
+            group = dist.new_group([line[index] for index in indices], **options)
+            if dist.get_rank() in line and self.rank(axis) in indices:
+                mine = group
+        return mine
 
     @cached_property
     def shard_mesh(self) -> DeviceMesh:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_partrain import compat
+
+
+@dataclass(frozen=True)
+class StageNorm:
+    """How the parts of a norm on pipeline stages make one.
+
+    Attributes:
+        group: the stages.
+        counts: whether this stage counts a parameter; of those on several stages exactly one does.
+    """
+
+    group: dist.ProcessGroup
+    counts: Callable[[Tensor], bool]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -40,7 +54,7 @@ def sharded_axes(tensor: Tensor) -> tuple[tuple[DeviceMesh, int], ...]:
     )
 
 
-def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0, stages: dist.ProcessGroup | None = None) -> Tensor:
     """The norm of all ``tensors`` taken as one vector, equal on every rank.
 
     Collective over the axes on which any of them is sharded; each rank passes the same tensors in the same order.
@@ -48,6 +62,7 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     Args:
         tensors: plain tensors and DTensors, of one device.
         norm_type: order p of the norm, ``math.inf`` for the largest absolute value.
+        stages: pipeline stages, each with tensors of its own.
 
     Returns:
         A scalar tensor, float64 if any tensor is, float32 otherwise.
@@ -71,25 +86,32 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         for mesh, axis in axes:
             dist.all_reduce(part, op, group=mesh.get_group(axis))
         parts.append(part)
-    if not parts:
-        return torch.zeros((), dtype=dtype, device=device)
-    stacked = torch.stack(parts)
-    return stacked.max() if infinite else stacked.sum().pow(1.0 / norm_type)
+    stacked = torch.stack(parts) if parts else torch.zeros(1, dtype=dtype, device=device)
+    total = stacked.max() if infinite else stacked.sum()
+    if stages is not None:
+        dist.all_reduce(total, op, group=stages)
+    return total if infinite else total.pow(1.0 / norm_type)
 
 
-def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0, stages: StageNorm | None = None) -> Tensor:
     """The norm of the gradients of ``parameters``; those without a gradient count as zero. See :func:`total_norm`."""
-    return total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+    if stages is None:
+        return total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+    counted = [p for p in parameters if stages.counts(p)]
+    return total_norm([p.grad for p in counted if p.grad is not None], norm_type, stages.group)
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm(
+    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, stages: StageNorm | None = None
+) -> Tensor:
     """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before.
 
     The rule is that of ``torch.nn.utils.clip_grad_norm_``: the factor is ``max_norm / (norm + 1e-6)``, at most 1.
     """
+    parameters = list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
-    norm = total_norm(grads, norm_type)
+    norm = grad_norm(parameters, norm_type, stages)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for grad in grads:

@@ -29,6 +29,7 @@ class Run:
     accumulate: int = 1
     clip: tuple[str, float] | None = None
     epochs: int = 1
+    micro_batches: int | None = None  # of the one process that is the oracle
 
 
 @dataclass
@@ -63,7 +64,8 @@ class Recorder(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
         params = self._parameters(trainer)
-        self.record.norms.append(float(numerics.grad_norm(params.values())))
+        norm = getattr(trainer.strategy, "grad_norm", lambda: numerics.grad_norm(params.values()))
+        self.record.norms.append(float(norm()))
         self.record.gradients.append({n: whole(p.grad) for n, p in params.items() if p.grad is not None})
 
     def on_before_zero_grad(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -80,7 +82,7 @@ def shares(data: tuple[Tensor, ...], rank: int, ranks: int, batch: int = BATCH) 
     return DataLoader(TensorDataset(*(d[index] for d in data)), batch_size=batch // ranks)
 
 
-def fit(run: Run, rank: int = 0, ranks: int = 1, strategy: Any = "auto", **options: Any) -> Record:
+def fit(run: Run, rank: int = 0, ranks: int = 1, strategy: Any = "auto", stages: int = 1, **options: Any) -> Record:
     case = CASES[run.case]
     torch.manual_seed(0)
     module = case.build()
@@ -89,7 +91,8 @@ def fit(run: Run, rank: int = 0, ranks: int = 1, strategy: Any = "auto", **optio
     recorder = Recorder()
     if run.clip is not None:
         options |= {"gradient_clip_algorithm": run.clip[0], "gradient_clip_val": run.clip[1]}
-    loader = shares(data, rank, ranks)
+    replicas = ranks // stages
+    loader = shares(data, rank % replicas, replicas)
     trainer(
         strategy,
         ranks,
@@ -108,7 +111,8 @@ def fit(run: Run, rank: int = 0, ranks: int = 1, strategy: Any = "auto", **optio
 @cache
 def one_process(run: Run) -> Record:
     """The oracle's record; forked, so that the test process itself computes nothing."""
-    return run_ranks(1, lambda _: fit(run))[0]
+    strategy = "auto" if run.micro_batches is None else Hybrid3DStrategy(num_microbatches=run.micro_batches)
+    return run_ranks(1, lambda _: fit(run, strategy=strategy))[0]
 
 
 def without_gradient(expected: Record, double: bool) -> dict[str, Tensor]:
@@ -124,7 +128,12 @@ def without_gradient(expected: Record, double: bool) -> dict[str, Tensor]:
 
 
 def far(
-    name: str, got: dict[str, Tensor], expected: dict[str, Tensor], limit: float, flat: dict[str, Tensor], floor: float
+    name: str,
+    got: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    limit: float,
+    flat: dict[str, Tensor],
+    floor: float,
 ) -> list[str]:
     """Tensors that differ by more than ``limit`` of their largest value (at least ``floor``); elements of ``flat`` by
     more than ``limit``."""
@@ -176,18 +185,31 @@ def differences(got: Record, expected: Record, run: Run) -> list[str]:
     return bad
 
 
+def complete(records: list[Record], stages: int) -> None:
+    """Give each rank's record what only other stages of the same data-parallel rank hold."""
+    replicas = len(records) // stages
+    for replica in range(replicas):
+        column = records[replica::replicas]
+        for what in ("gradients", "parameters"):
+            by_step = [dict(kv for each in step for kv in each.items()) for step in zip(*(getattr(r, what) for r in column))]
+            for record in column:
+                setattr(record, what, [{**whole, **own} for whole, own in zip(by_step, getattr(record, what))])
+
+
 def assert_same_as_one_process(
-    run: Run, ranks: int, strategy: Callable[[], Any], timeout: float = 120.0, **options: Any
+    run: Run, ranks: int, strategy: Callable[[], Any], timeout: float = 120.0, stages: int = 1, **options: Any
 ) -> list[Record]:
-    """Train ``run`` on ``ranks`` forked ranks and in one process; every rank must have seen the same.
+    """Train ``run`` on ``ranks`` forked ranks, ``stages`` of them a pipeline, and in one process; every rank must have seen
+    the same.
 
     Losses, epoch metrics and the gradient norm to 1e-10 relative in float64 (1e-5 in float32), gradients and parameters
     by name at every optimizer step in float64.
     """
     expected = one_process(run)
-    records = run_ranks(ranks, lambda rank: fit(run, rank, ranks, strategy(), **options), timeout=timeout)
+    records = run_ranks(ranks, lambda rank: fit(run, rank, ranks, strategy(), stages, **options), timeout=timeout)
+    complete(records, stages)
     bad = [f"rank {rank}: {line}" for rank, record in enumerate(records) for line in differences(record, expected, run)]
-    assert not bad, f"{run} on {ranks} ranks:\n" + "\n".join(bad[:20])
+    assert not bad, f"{run} on {ranks} ranks:\n" + "\n".join(bad[:2000])
     return records
 
 

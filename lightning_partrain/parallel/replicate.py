@@ -6,7 +6,7 @@ Also the interface that the sharding stages share. A strategy holds one of these
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -28,16 +28,27 @@ class ReplicatedModel:
         mesh: the mesh of the run.
         reduce: ``"window"`` averages gradients once per accumulation window, ``"micro_batch"`` after every backward pass.
         training: whether gradients will be computed; without, nothing is installed.
+        absent: parameters that live on other pipeline stages.
     """
 
-    def __init__(self, module: nn.Module, mesh: ParallelMesh, reduce: Reduce, training: bool = True) -> None:
-        self.module, self.mesh, self.reduce, self.training = module, mesh, reduce, training
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: ParallelMesh,
+        reduce: Reduce,
+        training: bool = True,
+        absent: Collection[Tensor] = frozenset(),
+    ) -> None:
+        self.module, self.mesh, self.reduce, self.training, self.absent = module, mesh, reduce, training, absent
         self._handles: list[RemovableHandle] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self.reducer = self._make_reducer() if training else None
 
     def _make_reducer(self) -> GradientReducer:
-        return GradientReducer(self.module.named_parameters(), self.mesh.data_parallel_group)
+        return GradientReducer(self._present(), self.mesh.data_parallel_group)
+
+    def _present(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, param) for name, param in self.module.named_parameters() if param not in self.absent)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -47,6 +58,11 @@ class ReplicatedModel:
     def begin_backward(self, last_of_window: bool) -> None:
         if self.reducer is not None:
             self.reducer.begin(sync=last_of_window or self.reduce == "micro_batch")
+
+    def add_gradients(self, grads: Mapping[Tensor, Tensor]) -> None:
+        """Between begin_backward and end_backward, in place of a backward pass: what a pipeline has computed before."""
+        assert self.reducer is not None
+        self.reducer.feed(grads)
 
     def end_backward(self, last_of_window: bool, automatic: bool) -> None:
         """With ``automatic`` optimization, nothing but the optimizer's step follows the last pass of a window."""
@@ -64,12 +80,15 @@ class ReplicatedModel:
     # -- parameters ----------------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Name -> the parameter as the optimizer's step and the hooks right before it see it, with its gradient."""
-        return dict(self.module.named_parameters())
+        """Name -> the parameter as the optimizer's step and the hooks right before it see it, with its gradient.
+
+        Only those that live on this pipeline stage.
+        """
+        return dict(self._present())
 
     def held_parameters(self) -> dict[str, nn.Parameter]:
-        """Name -> the parameter as optimizers hold it between steps."""
-        return self.named_parameters()
+        """Name -> the parameter as optimizers hold it between steps, those of other pipeline stages included."""
+        return dict(self.module.named_parameters())
 
     def stepped(self, param: Tensor) -> Tensor:
         """What an optimizer that holds ``param`` updates in its step. Also right after :meth:`release`."""
@@ -129,7 +148,7 @@ class ReplicatedModel:
 
     def state_tensors(self) -> dict[str, list[Tensor]]:
         """What this rank holds, by kind, as plain local tensors: ``parameters``, ``gradients``, ``buckets``."""
-        parameters = list(self.module.parameters())
+        parameters = [param for _, param in self._present()]
         buffers = [b for bucket in (self.reducer.buckets if self.reducer else []) if (b := bucket.buffer) is not None]
         return {
             "parameters": [local_tensor(p) for p in parameters],

@@ -12,7 +12,7 @@ other times both show the plain parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +55,14 @@ class ShardedOptimizerModel(ReplicatedModel):
     """
 
     def __init__(
-        self, module: nn.Module, mesh: ParallelMesh, reduce: Reduce, training: bool = True, *, keep_buffers: bool
+        self,
+        module: nn.Module,
+        mesh: ParallelMesh,
+        reduce: Reduce,
+        training: bool = True,
+        absent: Collection[Tensor] = frozenset(),
+        *,
+        keep_buffers: bool,
     ) -> None:
         self._keep_buffers = keep_buffers
         self._shard_rank, self._shards = mesh.rank("dp_shard"), mesh.size("dp_shard")
@@ -67,20 +74,20 @@ class ShardedOptimizerModel(ReplicatedModel):
         ]
         self._shard_of: dict[Tensor, nn.Parameter] = {}
         if training:
-            self._shard_of = {p: self._row_shard(p, mesh) for p in module.parameters() if p.ndim}
+            self._shard_of = {p: self._row_shard(p, mesh) for p in module.parameters() if p.ndim and p not in absent}
         self._by_name = dict(module.named_parameters())
         self._whole_of: dict[Tensor, Tensor] = {shard: param for param, shard in self._shard_of.items()}
         self._showing_shards = False
         self._views: dict[Bucket, tuple[Tensor, list[DTensor]]] = {}
         self._plans: dict[Bucket, _GatherPlan] = {}
-        super().__init__(module, mesh, reduce, training)
+        super().__init__(module, mesh, reduce, training, absent)
         if training:
             self._watch_zero_grad()
 
     def _make_reducer(self) -> GradientReducer:
         replicas = self.mesh.group("dp_replicate") if self.mesh.size("dp_replicate") > 1 else None
         return GradientReducer(
-            self.module.named_parameters(),
+            self._present(),
             self.mesh.group("dp_shard"),
             replicas,
             cut=True,
@@ -177,7 +184,7 @@ class ShardedOptimizerModel(ReplicatedModel):
     # -- optimizers ------------------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        return {name: self._shard_of.get(param, param) for name, param in self._by_name.items()}
+        return {n: self._shard_of.get(p, p) for n, p in self._by_name.items() if p not in self.absent}
 
     def held_parameters(self) -> dict[str, nn.Parameter]:
         return dict(self._by_name)
@@ -278,7 +285,7 @@ class ShardedOptimizerModel(ReplicatedModel):
 
     def state_tensors(self) -> dict[str, list[Tensor]]:
         states = super().state_tensors()
-        states["parameters"] = [p.detach() for p in self._by_name.values()]
+        states["parameters"] = [p.detach() for p in self._by_name.values() if p not in self.absent]
         whole = [p.grad for p in self._by_name.values() if p.grad is not None]
         states["gradients"] = [*whole, *(flat for flat, _ in self._views.values())]  # kept from step to step
         return states

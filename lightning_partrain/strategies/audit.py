@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 try:
@@ -53,6 +55,47 @@ def audit_callbacks(callbacks: list[Any], zero_stage: int) -> None:
                 f"{type(callback).__name__} keeps its own copy of the whole parameters and cannot see that zero_stage={zero_stage} "
                 "shards them. Use zero_stage=0, or remove the callback."
             )
+
+
+def audit_pipeline(trainer: Any) -> None:
+    """Raise for what only a whole model on every rank can do.
+
+    Raises:
+        ValueError: manual optimization, an overridden backward, a gradient scaler.
+    """
+    module = trainer.lightning_module
+    way_out = "Use pipeline_parallel_size=1 and no num_microbatches."
+    if trainer.state.fn != TrainerFn.FITTING:
+        return
+    if not module.automatic_optimization:
+        raise ValueError(
+            "Manual optimization calls backward inside training_step, but a pipeline runs the forward and backward passes of many "
+            f"micro-batches in an order of its own. {way_out}"
+        )
+    if is_overridden("backward", module):
+        raise ValueError(f"The LightningModule overrides backward(), which a pipeline never calls. {way_out}")
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise ValueError(
+            "precision='16-mixed' scales the loss after training_step, where a pipeline has computed the gradients already. Use "
+            "precision='bf16-mixed'."
+        )
+
+
+def audit_single_optimizer(optimizers: list[Any]) -> None:
+    """Raise when a pipeline would have to run for several optimizers.
+
+    Raises:
+        ValueError: several optimizers, or one that runs the step several times.
+    """
+    if len(optimizers) > 1:
+        raise ValueError(
+            f"configure_optimizers gave {len(optimizers)} optimizers, but a pipeline steps one. Use one optimizer with parameter groups, "
+            "or pipeline_parallel_size=1."
+        )
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        raise ValueError(
+            "LBFGS runs the step several times and decides by it, which stages cannot do. Use another optimizer."
+        )
 
 
 def audit_optimizer(optimizer: torch.optim.Optimizer, sharded: bool) -> None:

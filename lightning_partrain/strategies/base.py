@@ -54,6 +54,7 @@ class MeshStrategy(RankStrategy):
         self._blocked = False
         self._step_hooks: list[RemovableHandle] = []
         self._stepped: Callable[[Tensor], Tensor] = lambda param: param
+        self._stage_norm: numerics.StageNorm | None = None
         compat.agree_on_epoch_metrics(_agrees)
 
     # -- for subclasses ------------------------------------------------------------------------------------------------
@@ -80,12 +81,12 @@ class MeshStrategy(RankStrategy):
             self.metrics = MetricAgreement(trainer, self.control_group, self.mesh.size("data_parallel"))
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        if fitting and self._layer_sync is not None:
-            self.model = synchronize_batch_norm(self.model, self.mesh.data_parallel_group)
         self._use_data_parallel_metrics()
         broadcast_tensors([t.detach() for t in (*self.model.parameters(), *self.model.buffers())])
-        self.buffers = SharedBuffers(self.model)
         self._remember_names(self.model.named_parameters())
+        self.buffers = self.cut(trainer)
+        if fitting and self._layer_sync is not None:
+            self.model = synchronize_batch_norm(self.model, self.mesh.data_parallel_group)
         self.model_parallel = self.parallelize(self.model, training=fitting)
         self._remember_names(self.model_parallel.named_parameters().items())
         self._stepped = self.model_parallel.stepped
@@ -99,6 +100,14 @@ class MeshStrategy(RankStrategy):
 
     def audit(self, trainer: Any) -> None:
         """Refuse what this strategy cannot honour. Subclasses add to it."""
+
+    def cut(self, trainer: Any) -> SharedBuffers:
+        """Before optimizers exist and the layout is made. A strategy that spreads the model itself does it here.
+
+        Returns the buffers that this rank shares with others.
+        """
+        assert self.model is not None
+        return SharedBuffers(self.model)
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -148,30 +157,49 @@ class MeshStrategy(RankStrategy):
         assert self.lightning_module is not None and self.model_parallel is not None
         self.model_parallel.before_forward()
         self.buffers.share(with_batch_norm=False)
-        self.model_parallel.guard(True)
-        try:
-            with self.precision_plugin.train_step_context():
-                output = self.lightning_module.training_step(*args, **kwargs)
-        finally:
-            self.model_parallel.guard(False)
+        output = self._train(*args, **kwargs)
         if self.metrics is not None:
             self.metrics.after_step()
         return output
 
-    def _evaluate(self, step: str, context: Any, *args: Any, **kwargs: Any) -> Any:
+    def _train(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None and self.model_parallel is not None
-        self.model_parallel.before_forward()
-        with context:
+        self.model_parallel.guard(True)
+        try:
+            with self.precision_plugin.train_step_context():
+                return self.lightning_module.training_step(*args, **kwargs)
+        finally:
+            self.model_parallel.guard(False)
+
+    def _contexts(self) -> dict[str, Callable[[], Any]]:
+        """Name of a step -> what the precision plugin wraps it in."""
+        plugin = self.precision_plugin
+        return {
+            "training_step": plugin.train_step_context,
+            "validation_step": plugin.val_step_context,
+            "test_step": plugin.test_step_context,
+            "predict_step": plugin.predict_step_context,
+        }
+
+    def _evaluate(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        with self._contexts()[step]():
             return getattr(self.lightning_module, step)(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("validation_step", self.precision_plugin.val_step_context(), *args, **kwargs)
+        assert self.model_parallel is not None
+        self.model_parallel.before_forward()
+        return self._evaluate("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test_step", self.precision_plugin.test_step_context(), *args, **kwargs)
+        assert self.model_parallel is not None
+        self.model_parallel.before_forward()
+        return self._evaluate("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("predict_step", self.precision_plugin.predict_step_context(), *args, **kwargs)
+        assert self.model_parallel is not None
+        self.model_parallel.before_forward()
+        return self._evaluate("predict_step", *args, **kwargs)
 
     def on_validation_start(self) -> None:
         self.buffers.share(with_batch_norm=True)
@@ -192,11 +220,19 @@ class MeshStrategy(RankStrategy):
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         self.model_parallel.begin_backward(last_of_window)
-        self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
-        self.model_parallel.end_backward(last_of_window, self.lightning_module.automatic_optimization)
+        self._compute_gradients(closure_loss, optimizer, *args, **kwargs)
+        self._complete_gradients(last_of_window)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def _compute_gradients(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        assert self.lightning_module is not None
+        self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+
+    def _complete_gradients(self, last_of_window: bool) -> None:
+        assert self.lightning_module is not None and self.model_parallel is not None
+        self.model_parallel.end_backward(last_of_window, self.lightning_module.automatic_optimization)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -217,7 +253,7 @@ class MeshStrategy(RankStrategy):
         if plugin is not None and type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
             plugin.clip_grad_by_norm = (  # type: ignore[method-assign]
                 lambda optimizer, clip_val: numerics.clip_grad_norm(  # type: ignore[assignment]
-                    map(self._stepped, plugin.main_params(optimizer)), float(clip_val)
+                    map(self._stepped, plugin.main_params(optimizer)), float(clip_val), stages=self._stage_norm
                 )
             )
         if plugin is not None and type(plugin).clip_grad_by_value is Precision.clip_grad_by_value:
@@ -233,7 +269,7 @@ class MeshStrategy(RankStrategy):
         Collective over all ranks. Under sharding ``p.grad.norm()`` is a partial value; this is not.
         """
         assert self.model_parallel is not None
-        return numerics.grad_norm(self.model_parallel.named_parameters().values(), norm_type)
+        return numerics.grad_norm(self.model_parallel.named_parameters().values(), norm_type, self._stage_norm)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------
 
@@ -266,10 +302,19 @@ class MeshStrategy(RankStrategy):
         if self.model_parallel is None:
             return self.lightning_module.state_dict()
         self.buffers.share(with_batch_norm=True)
+        return self._whole_state()
+
+    def _whole_state(self) -> dict[str, Any]:
+        assert self.model_parallel is not None
         return self.model_parallel.state_dict(keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         return full.full_optimizer_state(compat.unwrap_optimizer(optimizer), self._stepped, keep=self.is_global_zero)
+
+    @staticmethod
+    def _parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
+        """In the order of the optimizer's groups."""
+        return [_NAMES.get(p, "") for group in optimizer.param_groups for p in group["params"]]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         path = self.broadcast(filepath)  # rank 0's: others may have formatted it from their own numbers
@@ -303,12 +348,16 @@ class MeshStrategy(RankStrategy):
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 
+    def join(self) -> None:
+        """Undo :meth:`cut`: the module is whole on every rank again."""
+
     def teardown(self) -> None:
         if self.model_parallel is not None:
             assert self.lightning_module is not None
             if not self._failed:
                 self.buffers.share(with_batch_norm=True)
                 self.model_parallel.release()
+                self.join()
                 self._remember_names(self.lightning_module.named_parameters())
             self.model_parallel = None
             while self._step_hooks:

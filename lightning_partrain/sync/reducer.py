@@ -12,7 +12,7 @@ any rank used it. Only a rank that missed a parameter has to look at them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -268,6 +268,16 @@ class GradientReducer:
             while self.sync and self._next < len(self._active) and not self._active[self._next].waiting:
                 self._launch(self._active[self._next])
                 self._next += 1
+
+    @torch.no_grad()
+    def feed(self, grads: Mapping[Tensor, Tensor]) -> None:
+        """In place of a backward pass: gradients that were computed before."""
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                grad = grads.get(slot.param)
+                if grad is not None:
+                    slot.param.grad = grad if slot.param.grad is None else slot.param.grad.add_(grad)
+                    self._arrive(bucket, slot, slot.param)
 
     @torch.no_grad()
     def _launch(self, bucket: Bucket) -> None:

@@ -1,0 +1,1 @@
+"""Pipeline parallelism on unchanged modules: where to cut, what crosses, and who runs what when."""

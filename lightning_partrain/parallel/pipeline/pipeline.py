@@ -1,0 +1,328 @@
+"""A LightningModule over pipeline stages: cut once, run for every step, whole again at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from lightning_partrain.mesh import ParallelMesh
+from lightning_partrain.parallel.buffers import broadcast_tensors
+from lightning_partrain.parallel.pipeline import batch as batches
+from lightning_partrain.parallel.pipeline.cut import (
+    Cut,
+    Flow,
+    buffer_stages,
+    choose_cut,
+    extend_cut,
+    parameter_stages,
+)
+from lightning_partrain.parallel.pipeline.record import CannotCutError, Recording, record
+from lightning_partrain.parallel.pipeline.results import LogBook, Messages
+from lightning_partrain.parallel.pipeline.schedule import Schedule, build_schedule, run_one_stage
+from lightning_partrain.parallel.pipeline.stage import Stage, empty_of_numbers
+from lightning_partrain.parallel.pipeline.units import block_lists, find_units
+
+Context = Callable[[], Any]
+
+#: ``num_microbatches="auto"`` makes up to so many micro-batches a stage: a bubble of at most a fifth of the step.
+PER_STAGE = 4
+
+
+@dataclass(frozen=True)
+class Split:
+    """``pipeline_split``: the list of blocks to cut, and the numbers of the blocks that begin a stage."""
+
+    blocks: str | None = None
+    at: tuple[int, ...] | None = None
+
+    @classmethod
+    def parse(cls, value: Any) -> Split:
+        """From ``"auto"`` or ``{"blocks": "model.layers", "at": [3, 7]}``, both keys optional.
+
+        Raises:
+            ValueError: for anything else.
+        """
+        if value == "auto":
+            return cls()
+        if not isinstance(value, Mapping) or not value or not value.keys() <= {"blocks", "at"}:
+            raise ValueError(
+                f"pipeline_split must be 'auto' or a mapping with 'blocks' and 'at', such as {{'blocks': 'model.layers', 'at': [3, 7]}}, "
+                f"not {value!r}."
+            )
+        at = value.get("at")
+        if at is not None and (
+            isinstance(at, str) or not all(isinstance(n, int) and not isinstance(n, bool) for n in at)
+        ):
+            raise ValueError(f"pipeline_split 'at' must be a list of block numbers, not {at!r}.")
+        if at is not None and len(set(at)) != len(at):
+            raise ValueError(f"pipeline_split at={list(at)} names a block twice; each number begins one stage.")
+        return cls(value.get("blocks"), None if at is None else tuple(at))
+
+
+class Pipeline:
+    """This rank's stage, and what all stages agree on.
+
+    Args:
+        module: the LightningModule, whole, on the device, with its trainer.
+        mesh: the mesh of the run.
+        num_microbatches: into how many parts a data-parallel rank's batch is cut; ``"auto"`` takes the largest divisor of the
+            batch size up to four times the number of stages.
+        schedule: the order of forward and backward passes.
+        split: where to cut.
+        seed: equal on all ranks; the random numbers of every micro-batch follow from it.
+        contexts: name of a step -> context for it, such as autocast.
+        host_group: the ranks of ``mesh.group("pp")``, for tensors on the host.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        mesh: ParallelMesh,
+        num_microbatches: int | Literal["auto"],
+        schedule: Schedule,
+        split: Split,
+        contexts: Mapping[str, Context],
+        host_group: dist.ProcessGroup | None,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self._seed = seed
+        self._generator = torch.Generator().manual_seed(seed)
+        self.module, self.mesh, self.device, self.contexts = module, mesh, device, contexts
+        self.num_microbatches, self.kind, self.split = num_microbatches, schedule, split
+        self.stages, self.index = mesh.size("pp"), mesh.rank("pp")
+        self.messages = Messages(mesh.group("pp"), host_group, device) if host_group is not None else None
+        self.units = find_units(module, split.blocks)
+        self._steps: dict[Hashable, tuple[Recording, Flow]] = {}
+        self._schedules: dict[Hashable, Any] = {}
+        self.cut: Cut | None = None
+        self.stage: Stage | None = None
+        self.absent: set[nn.Parameter] = set()
+        self.written_buffers: list[str] = []
+
+    # -- where to cut ---------------------------------------------------------------------------------------------------
+
+    def make_cut(self, steps: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
+        """Cut the model so that all ``steps`` (name and arguments, the batch first) can run on it.
+
+        No communication: every stage comes to the same result by itself.
+
+        Raises:
+            CannotCutError, ValueError: when there is no such cut; the message says why and the way out.
+        """
+        lists = block_lists(self.module)
+        if self.split.blocks is not None and self.split.blocks not in lists:
+            raise CannotCutError(f"pipeline_split blocks={self.split.blocks!r} is no list of layers. {_known(lists)}")
+        recordings = []
+        for name, args in steps:
+            sizes = self._sizes(args[0], first=True)
+            part = batches.split(args[0], sizes)[0]
+            with _mode_of(self.module, name):
+                key, recording = self._key(name, part, args), self._record(name, (part, *args[1:]))
+            recordings.append((key, recording))
+        calls = list(recordings[0][1].calls)
+        if not any(unit.block for unit in self.units if unit.name in calls) and self.stages > 1:
+            raise CannotCutError(
+                f"No list of layers (nn.ModuleList or nn.Sequential) was found between whose members {steps[0][0]} could be cut. "
+                f"{_known(lists)} Modules that it calls: {', '.join(calls) or 'none'}."
+            )
+        cut = choose_cut(calls, self.units, self.stages, self.split.at)
+        for _, recording in recordings:
+            cut = extend_cut(cut, list(recording.calls))
+        flows = []
+        for key, recording in recordings:
+            flows.append(Flow(recording, cut))
+            self._steps[key] = (recording, flows[-1])
+        self.cut = cut
+        self.lives = parameter_stages(self.module, cut, self.units, flows)
+        first: dict[Tensor, str] = {}
+        named = self.module.named_parameters(remove_duplicate=False)
+        self._first_names = {name: first.setdefault(param, name) for name, param in named}
+        self.buffer_lives = buffer_stages(self.module, cut, self.units)
+        self.written_buffers = sorted({name for _, recording in recordings for name in recording.written_buffers})
+        self.stage = Stage(self.module, self.units, cut, self.index, self.device, self._finish)
+        self._tell()
+
+    def _record(self, name: str, args: tuple[Any, ...]) -> Recording:
+        book = LogBook(self.module)
+        with book.open():
+            return record(self.module, self.units, name, args, self.contexts[name], book.values)
+
+    def _key(self, name: str, part: Any, args: tuple[Any, ...]) -> Hashable:
+        return (name, batches.signature(part), self.module.training, args[2:])
+
+    def _tell(self) -> None:
+        assert self.cut is not None
+        if self.stages == 1:
+            return
+        numel = {name: p.numel() for name, p in self.module.named_parameters()}
+        lines = []
+        for stage, names in enumerate(self.cut.stages):
+            held = sum(numel[name] for name, stages in self.lives.items() if stage in stages)
+            lines.append(f"  stage {stage}: {held / 1e6:.2f} M parameters, {names[0]} to {names[-1]}" if names else "")
+        tied = [name for name, stages in self.lives.items() if len(stages) > 1]
+        if tied:
+            lines.append(f"  on several stages: {', '.join(tied[:8])}{', ...' if len(tied) > 8 else ''}")
+        rank_zero_info("Pipeline stages:\n" + "\n".join(lines))
+
+    # -- parameters -----------------------------------------------------------------------------------------------------
+
+    def empty(self) -> None:
+        """Take the memory of parameters that live elsewhere; they keep name, shape and identity."""
+        for name, param in self.module.named_parameters():
+            if self.index not in self.lives[name]:
+                self.absent.add(param)
+                number = empty_of_numbers(torch.empty((), dtype=param.dtype, device=param.device))
+                param.data = number.expand(param.shape)
+                param.grad = None
+
+    def home(self, name: str) -> int:
+        """The stage whose value of a parameter or buffer counts, in norms and checkpoints: the first that holds it."""
+        name = self._first_names.get(name, name)
+        return self.lives[name][0] if name in self.lives else self.buffer_lives.get(name, 0)
+
+    # -- a step ---------------------------------------------------------------------------------------------------------
+
+    def _sizes(self, batch: Any, first: bool = False) -> list[int]:
+        samples = batches.batch_size(batch)
+        if samples == 0:
+            raise ValueError("The batch has no samples.")
+        if self.num_microbatches == "auto":
+            most = PER_STAGE * self.stages
+            fitting = [n for n in range(self.stages, most + 1) if samples % n == 0]
+            number = fitting[-1] if fitting else min(samples, most)
+        else:
+            number = self.num_microbatches
+            if first and number > samples:
+                raise ValueError(
+                    f"num_microbatches={number}, but a batch of this data-parallel rank has {samples} samples. Use at most {samples}, or "
+                    "larger batches."
+                )
+            number = min(number, samples)  # a smaller last batch
+        return batches.micro_batch_sizes(samples, number)
+
+    def run(self, name: str, args: tuple[Any, ...], training: bool, scale: float = 1.0) -> Any:
+        """Run the step ``name`` on all stages and give what it would have returned for the whole batch, on all of them.
+
+        Args:
+            args: the step's arguments, the batch first.
+            training: run the backward passes too; gradients are added to ``param.grad``.
+            scale: factor of the loss before the backward passes.
+        """
+        assert self.stage is not None
+        sizes = self._sizes(args[0])
+        parts = batches.split(args[0], sizes)
+        seeds = self._seeds(len(sizes), args)
+        self._book, self._outputs = LogBook(self.module), []
+        self._weights = [scale * size / sum(sizes) for size in sizes]
+        self._done = 0
+        while self._done < len(sizes):
+            same = sizes.count(sizes[self._done])
+            window = slice(self._done, self._done + same)
+            key = self._key(name, parts[self._done], args)
+            if key not in self._steps:
+                recording = self._record(name, (parts[self._done], *args[1:]))
+                assert self.cut is not None
+                self._steps[key] = (recording, Flow(recording, self.cut))
+            recording, flow = self._steps[key]
+            calls = [self._call(name, (part, *args[1:])) for part in parts[window]]
+            self.stage.prepare(recording, flow, calls, seeds[window])
+            self._run_schedule(key, flow, same, training)
+            self._done += same
+        return self._share(sizes, name)
+
+    def _call(self, name: str, args: tuple[Any, ...]) -> Callable[[], Any]:
+        step = getattr(self.module, name)
+
+        def call() -> Any:
+            with self._book.open(), self.contexts[name]():
+                return step(*args)
+
+        return call
+
+    def _run_schedule(self, key: Hashable, flow: Flow, number: int, training: bool) -> None:
+        assert self.stage is not None
+        if self.stages == 1:
+            run_one_stage(self.stage, number, training)
+            return
+        place = (key, number, training)
+        if place not in self._schedules:
+            self._schedules[place] = build_schedule(
+                self.stage,
+                self.mesh.group("pp"),
+                flow.crossing,
+                number,
+                self.kind,
+                torch.get_default_dtype(),
+                training,
+                self.device,
+            )
+        index = torch.arange(number)
+        try:
+            self._schedules[place].step(mb=index, target=index if training else None, return_outputs=False)
+        except RuntimeError as error:
+            if error.__cause__ is not None and "failed to run forward" in str(error):
+                raise error.__cause__  # torch wraps what the user's step raised  # noqa: B904
+            raise
+
+    def _finish(self, index: int, output: Any) -> Tensor:
+        self._outputs.append(batches.detached(output))
+        if not torch.is_grad_enabled():
+            return torch.zeros((), device=self.device)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor):
+            raise ValueError(
+                f"training_step returned {type(output).__name__} without a loss for a micro-batch. A pipeline cannot skip a batch: "
+                "return a loss (zero times a sum of outputs, if need be) for every one."
+            )
+        return loss * self._weights[self._done + index]
+
+    def _share(self, sizes: list[int], name: str) -> Any:
+        """Join outputs and logs on the last stage, give them to all, and log once."""
+        last = self.index == self.stages - 1
+        joined = (batches.join(self._outputs, sizes), self._book.joined(sizes)) if last else None
+        output, logs = joined if self.messages is None else self.messages.share(joined, self.module)  # type: ignore[misc]
+        for key, logged in logs.items():
+            self.module.log(key, logged.value, **logged.options)
+        for buffer in self.written_buffers if self.messages is not None else ():
+            broadcast_tensors([self.module.get_buffer(buffer)], self.messages.source, self.mesh.group("pp"))  # type: ignore[union-attr]
+        return output
+
+    def _seeds(self, number: int, args: tuple[Any, ...]) -> list[int]:
+        """A seed for each micro-batch of this data-parallel rank: what one process would draw that runs all of them."""
+        ranks, rank = self.mesh.size("data_parallel"), self.mesh.rank("data_parallel")
+        generator = self._generator
+        if not torch.is_grad_enabled():  # evaluation leaves those of training alone, but differs from batch to batch
+            generator = torch.Generator().manual_seed((self._seed + 1 + hash(args[1:])) % (1 << 63))
+        drawn = torch.randint(1 << 62, (ranks * number,), generator=generator)
+        return drawn[rank * number : (rank + 1) * number].tolist()
+
+
+@contextmanager
+def _mode_of(module: nn.Module, step: str) -> Iterator[None]:
+    """As Lightning runs ``step``: evaluation in eval mode, without gradients."""
+    if step == "training_step":
+        yield
+        return
+    modes = {m: m.training for m in module.modules()}
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for each, training in modes.items():
+            each.training = training
+
+
+def _known(lists: Mapping[str, int]) -> str:
+    if not lists:
+        return "The model has no such list."
+    return "Lists in the model: " + ", ".join(f"{name} ({members} members)" for name, members in lists.items()) + "."

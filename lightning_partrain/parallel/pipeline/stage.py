@@ -1,0 +1,264 @@
+"""One rank's part of a step: the user's own step function, with the modules of other stages stood in for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_partrain import compat
+from lightning_partrain.parallel.pipeline.cut import Crossing, Cut, Flow
+from lightning_partrain.parallel.pipeline.record import Leaf, Recording
+from lightning_partrain.parallel.pipeline.units import Unit
+
+try:
+    import numpy
+except ImportError:  # a step that uses it has it
+    numpy = None  # type: ignore[assignment]
+
+
+class StageDone(BaseException):
+    """Leaves the step where the next stage takes over. No ``Exception``, so that no step catches it."""
+
+
+class _Boundary(torch.autograd.Function):
+    """The same tensor, contiguous in the order of its memory; so is its gradient, which is what is sent back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+        ctx.inverse = sorted(range(len(order)), key=order.__getitem__)
+        return tensor.permute(order).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.permute(ctx.inverse), None
+
+
+class _Arrival(torch.autograd.Function):
+    """A received tensor in the order of dimensions that the model knows; its gradient is contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+        ctx.order = order
+        return tensor.permute(sorted(range(len(order)), key=order.__getitem__))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.permute(ctx.order).contiguous(), None
+
+
+class StandIns:
+    """Tensors of any shape that hold no numbers: NaN, so that a result that rests on one shows. All share one memory.
+
+    In-place operations on one change the others, which nothing rests on either.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: dict[torch.dtype, Tensor] = {}
+
+    @torch.no_grad()
+    def like(self, leaf: Leaf) -> Tensor:
+        numel = 1
+        for size in leaf.shape:
+            numel *= size
+        memory = self._memory.get(leaf.dtype)
+        if memory is None or memory.numel() < numel:
+            memory = self._memory[leaf.dtype] = empty_of_numbers(
+                torch.empty(numel, dtype=leaf.dtype, device=self._device)
+            )
+        shape = [leaf.shape[dim] for dim in leaf.order]
+        tensor = torch.empty(0, dtype=leaf.dtype, device=self._device).set_(
+            memory.untyped_storage(), 0, shape, torch.empty(shape, device="meta").stride()
+        )
+        return tensor.permute(sorted(range(len(shape)), key=leaf.order.__getitem__))
+
+
+def empty_of_numbers(tensor: Tensor) -> Tensor:
+    """Fill with NaN where the dtype has it, with zero elsewhere."""
+    return tensor.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0)
+
+
+def _cuda_devices() -> list[int]:
+    return [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Python's, numpy's and torch's random numbers from ``seed`` on, and as they were afterwards."""
+    python = random.getstate()
+    array = numpy.random.get_state() if numpy is not None else None
+    with torch.random.fork_rng(devices=_cuda_devices()):
+        random.seed(seed)
+        if numpy is not None:
+            numpy.random.seed(seed % (1 << 32))
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                numpy.random.set_state(array)
+
+
+class Stage(nn.Module):
+    """Called by a schedule with what the stage before sent, and the number of the micro-batch.
+
+    Args:
+        root: the LightningModule; its units get a ``forward`` of ours while a step runs.
+        stage: the number of this stage.
+        finish: called on the last stage with the number of the micro-batch and what the step returned; gives the loss.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: list[Unit],
+        cut: Cut,
+        stage: int,
+        device: torch.device,
+        finish: Callable[[int, Any], Tensor],
+    ) -> None:
+        super().__init__()
+        self._hidden = (root,)  # not a sub-module: torch looks at the parameters of what a schedule calls
+        self.units, self.cut, self.stage, self.finish = units, cut, stage, finish
+        self._stage_of = {name: index for index, names in enumerate(cut.stages) for name in names}
+        self._stand_ins = StandIns(device)
+        self._installed: list[tuple[dict[str, Any], Any]] = []
+
+    # -- the forward methods of units -----------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Replace the units' ``forward``, after anything else that wraps or hooks them."""
+        for number, unit in enumerate(self.units):
+            if unit.name in self._stage_of:
+                attributes = vars(unit.module)
+                self._installed.append((attributes, attributes.get("forward")))
+                attributes["forward"] = self._wrap(unit, number)
+
+    def remove(self) -> None:
+        for attributes, before in self._installed:
+            attributes.pop("forward", None)
+            if before is not None:
+                attributes["forward"] = before
+        self._installed.clear()
+
+    def _wrap(self, unit: Unit, number: int) -> Callable[..., Any]:
+        original, stage, name = unit.module.forward, self._stage_of[unit.name], unit.name
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not self._running:
+                return original(*args, **kwargs)
+            if stage > self.stage:
+                raise StageDone
+            if name in self._called:
+                raise RuntimeError(
+                    f"{name!r} was called twice in one step, which a pipeline cannot do, but only once when the model was cut."
+                )
+            self._called.add(name)
+            if stage < self.stage:
+                return self._stand_in(name)
+            return self._run(name, number, original, args, kwargs)
+
+        return forward
+
+    def _stand_in(self, name: str) -> Any:
+        call = self._recording.calls.get(name)
+        if call is None:
+            raise RuntimeError(f"{name!r} was not called when the model was cut, but is called now.")
+        values, index = [], 0
+        for leaf in call.leaves:
+            if isinstance(leaf, Leaf):
+                received = self._received.get((name, index))
+                values.append(self._stand_ins.like(leaf) if received is None else received)
+                index += 1
+            else:
+                values.append(leaf)
+        return compat.tree_unflatten(values, call.spec)
+
+    def _run(self, name: str, number: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        # a unit's own draws do not depend on where it runs, and do not move those of the step around it
+        with torch.random.fork_rng(devices=_cuda_devices()):
+            torch.manual_seed(self._seed + 1 + number)
+            out = original(*args, **kwargs)
+        if name in self._wanted:
+            leaves, spec = compat.tree_flatten(out)
+            index = 0
+            for place, value in enumerate(leaves):
+                if not isinstance(value, Tensor):
+                    continue
+                crossing = self._sent.get((name, index))
+                if crossing is not None:
+                    self._check(crossing, value)
+                    self._own[(name, index)] = value
+                    if crossing.leaf.written:
+                        leaves[place] = value.clone()
+                index += 1
+            out = compat.tree_unflatten(leaves, spec)
+        return out
+
+    @staticmethod
+    def _check(crossing: Crossing, value: Tensor) -> None:
+        if tuple(value.shape) != crossing.leaf.shape or value.dtype != crossing.leaf.dtype:
+            raise RuntimeError(
+                f"{crossing.unit!r} gave a tensor of shape {tuple(value.shape)} and {value.dtype}, but {crossing.leaf.shape} and "
+                f"{crossing.leaf.dtype} for the same kind of batch before. Shapes that depend on values cannot be sent between stages."
+            )
+
+    # -- one micro-batch ------------------------------------------------------------------------------------------------
+
+    _running = False
+
+    def prepare(self, recording: Recording, flow: Flow, calls: list[Callable[[], Any]], seeds: list[int]) -> None:
+        """What the next run of the schedule works on: the user's step for each micro-batch, and a seed for each."""
+        self._recording, self._calls, self._seeds = recording, calls, seeds
+        self._incoming = flow.crossing[self.stage]
+        self._outgoing = flow.crossing[self.stage + 1] if self.stage + 1 < len(self.cut) else []
+        self._sent = {(c.unit, c.index): c for c in self._outgoing if self._stage_of[c.unit] == self.stage}
+        self._wanted = {unit for unit, _ in self._sent}
+
+    def forward(self, *received: Tensor, mb: Tensor) -> Any:
+        index = int(mb)
+        self._seed = self._seeds[index]
+        arrived = {(c.unit, c.index): t for c, t in zip(self._incoming, received, strict=True)}
+        self._received = {(c.unit, c.index): _arrive(c, arrived[(c.unit, c.index)]) for c in self._incoming}
+        self._own: dict[tuple[str, int], Tensor] = {}
+        self._called: set[str] = set()
+        self._running = True
+        try:
+            with seeded(self._seed):
+                output = self._calls[index]()
+        except StageDone:
+            output = None
+        finally:
+            self._running = False
+        try:
+            if self.stage + 1 == len(self.cut):
+                return self.finish(index, output)
+            return tuple(self._send(crossing, arrived) for crossing in self._outgoing)
+        finally:
+            self._received, self._own = {}, {}
+
+    def _send(self, crossing: Crossing, arrived: Mapping[tuple[str, int], Tensor]) -> Tensor:
+        key = (crossing.unit, crossing.index)
+        if self._stage_of[crossing.unit] < self.stage:
+            passed = arrived[key]
+            return passed.view_as(passed) if crossing.gradient else passed.detach()
+        value = self._own.get(key)
+        if value is None:
+            raise RuntimeError(
+                f"{crossing.unit!r} was not called in this step, but the next stage needs its output. A pipeline needs steps that go "
+                "through the same modules every time."
+            )
+        if not crossing.gradient:
+            return value.detach().permute(crossing.leaf.order).contiguous()
+        return _Boundary.apply(value, crossing.leaf.order)
+
+
+def _arrive(crossing: Crossing, tensor: Tensor) -> Tensor:
+    value = _Arrival.apply(tensor, crossing.leaf.order)
+    return value.clone() if crossing.leaf.written else value
