@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -231,7 +231,10 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def fsdp_param_groups(module: FSDPModule) -> list[Any]:
     """The parameter groups of ``module`` itself (torch 2.11 has one, 2.13 a list)."""
-    state = module._get_fsdp_state()
+    return fsdp_groups(module._get_fsdp_state())
+
+
+def fsdp_groups(state: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
@@ -249,42 +252,103 @@ def fsdp_params(root: nn.Module) -> list[Any]:
     ]
 
 
-def fsdp_gather_for_methods(module: Any, names: list[str]) -> None:
-    """Gather the parameters of ``module`` for the length of each of its methods ``names``, as for ``forward``.
+def fsdp_outermost(module: Any) -> tuple[Callable[[Any, Any, bool], Any], Callable[[Any], Any]]:
+    """Gather the parameters of ``module`` between the first of nested calls and its end.
 
-    torch's ``register_fsdp_forward_method`` does so too, but a call of ``forward`` inside such a method ends the gathering at
-    the inner call, and the parameters are gathered once more (torch 2.11 to 2.13). Here only the outermost call counts.
+    torch's ``register_fsdp_forward_method`` gathers for a method too, but a call of ``forward`` inside such a method ends the
+    gathering at the inner call, and the parameters are gathered once more (torch 2.11 to 2.13). Here only the outermost call
+    counts.
+
+    Returns:
+        ``enter(args, kwargs, outermost)`` and ``leave(output)``, which give what to go on with. ``outermost`` says that no other
+        call is open, whatever an exception has left behind.
     """
     state = module._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
     depth = 0
 
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(args: tuple[Any, ...], kwargs: dict[str, Any], outermost: bool = False) -> Any:
         nonlocal depth
-        depth += 1
+        depth = 1 if outermost else depth + 1
         return state._pre_forward(module, args, kwargs) if depth == 1 else (args, kwargs)
 
-    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+    def leave(output: Any, outermost: bool = False) -> Any:
         nonlocal depth
-        depth = max(0, depth - 1)
-        return state._post_forward(module, args, output) if depth == 0 else output
+        depth = 0 if outermost else max(0, depth - 1)
+        return state._post_forward(module, (), output) if depth == 0 else output
 
-    state._pre_forward_hook_handle = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-    state._post_forward_hook_handle = module.register_forward_hook(leave)
+    state._pre_forward_hook_handle = module.register_forward_pre_hook(
+        lambda _, args, kwargs: enter(args, kwargs), prepend=True, with_kwargs=True
+    )
+    state._post_forward_hook_handle = module.register_forward_hook(lambda _, args, output: leave(output))
+    return enter, leave
+
+
+def fsdp_gather_for_methods(module: Any, names: list[str]) -> None:
+    """Gather the parameters of ``module`` for the length of each of its methods ``names``, as for ``forward``."""
+    enter, leave = fsdp_outermost(module)
 
     def gathered(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def step(*args: Any, **kwargs: Any) -> Any:
-            nonlocal depth
-            depth = 0  # an exception may have left an earlier call open
-            args, kwargs = enter(module, args, kwargs)
-            return leave(module, args, method(*args, **kwargs))
+            args, kwargs = enter(args, kwargs, True)
+            return leave(method(*args, **kwargs))
 
         return step
 
     for name in names:
         setattr(module, name, gathered(getattr(module, name)))
+
+
+def drop_collective_hooks(module: nn.Module) -> None:
+    """Take away hooks and methods that communicate when ``module`` is called. The caller puts its attributes back."""
+    if isinstance(module, FSDPModule):
+        state = module._get_fsdp_state()
+        for hooks, handle in (
+            (module._forward_pre_hooks, state._pre_forward_hook_handle),
+            (module._forward_hooks, state._post_forward_hook_handle),
+        ):
+            hooks.pop(handle.id, None)
+    if "_batch_group" in vars(module):  # synchronised batch norm
+        vars(module).pop("forward", None)
+
+
+def fsdp_defer_gradients(root: Any, defer: bool) -> None:
+    """Let backward passes keep whole gradients, and whole parameters, on this rank; or no more."""
+    root.set_is_last_backward(not defer)
+    root.set_reshard_after_backward(not defer)
+    root.set_requires_gradient_sync(not defer)
+
+
+def fsdp_take_gradients(root: nn.Module) -> dict[Any, Tensor]:
+    """FSDP2's record of a parameter (see :func:`fsdp_params`) -> its whole gradient, which it no longer has then."""
+    taken = {}
+    for param in fsdp_params(root):
+        unsharded = getattr(param, "_unsharded_param", None)
+        grads = [g for g in (param.unsharded_accumulated_grad, getattr(unsharded, "grad", None)) if g is not None]
+        param.unsharded_accumulated_grad = None
+        if unsharded is not None:
+            unsharded.grad = None
+        if grads:
+            taken[param] = grads[0] if len(grads) == 1 else grads[0] + grads[1]
+    return taken
+
+
+def fsdp_add_gradients(grads: Mapping[Any, Tensor]) -> None:
+    """Add what :func:`fsdp_take_gradients` took."""
+    for param, grad in grads.items():
+        there = param.unsharded_accumulated_grad
+        param.unsharded_accumulated_grad = grad if there is None else there.add_(grad)
+
+
+def fsdp_reduce_gradients(root: Any) -> None:
+    """Reduce the gradients that earlier passes left whole, as torch's pipeline stages do at the end of a schedule."""
+    state = root._get_fsdp_state()
+    for each in state._state_ctx.all_states:
+        for group in reversed(fsdp_groups(each)):
+            group.post_backward()
+    state._root_post_backward_final_callback()
 
 
 def fill_unused_gradients(module: FSDPModule, used: set[Any]) -> None:

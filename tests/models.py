@@ -176,12 +176,18 @@ class TiedWeights(Base):
 
 @dataclass(frozen=True)
 class Case:
-    """A module and the kind of data it takes; ``float32_inside`` marks models that compute in float32 whatever they get."""
+    """A module and the kind of data it takes.
+
+    ``float32_inside`` marks models that compute in float32 whatever they get, ``random`` those whose numbers depend on how the
+    batch is cut into micro-batches, ``loader`` makes batches of another form.
+    """
 
     build: Callable[[], Base]
     tokens: bool = False
     float32_inside: bool = False
     synchronize_batch_norm: bool = False
+    random: bool = False
+    loader: Callable[[tuple[Tensor, ...], int], Any] | None = None
 
     def data(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(5)

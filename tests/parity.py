@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_partrain import numerics
 from lightning_partrain.strategies import Hybrid3DStrategy
 from tests.harness import run_ranks, trainer
-from tests.models import BATCH, CASES
+from tests.models import BATCH, CASES, Case
+from tests.pipeline_models import PIPELINE_CASES
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,10 @@ class Record:
     parameters: list[dict[str, Tensor]] = field(default_factory=list)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+def case_of(run: Run) -> Case:
+    return CASES[run.case] if run.case in CASES else PIPELINE_CASES[run.case]
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -75,15 +80,20 @@ class Recorder(pl.Callback):
         self.record.metrics = {k: float(v) for k, v in trainer.callback_metrics.items()}
 
 
-def shares(data: tuple[Tensor, ...], rank: int, ranks: int, batch: int = BATCH) -> DataLoader:
+def shares(
+    data: tuple[Tensor, ...], rank: int, ranks: int, batch: int = BATCH, loader: Callable[..., Any] | None = None
+) -> Any:
     """Rank ``rank``'s samples: its part of each global batch."""
     samples = data[0].shape[0]
     index = torch.arange(samples).view(-1, ranks, batch // ranks)[:, rank].reshape(-1)
-    return DataLoader(TensorDataset(*(d[index] for d in data)), batch_size=batch // ranks)
+    mine = tuple(d[index] for d in data)
+    if loader is not None:
+        return loader(mine, batch // ranks)
+    return DataLoader(TensorDataset(*mine), batch_size=batch // ranks)
 
 
 def fit(run: Run, rank: int = 0, ranks: int = 1, strategy: Any = "auto", stages: int = 1, **options: Any) -> Record:
-    case = CASES[run.case]
+    case = case_of(run)
     torch.manual_seed(0)
     module = case.build()
     module.optimizer = run.optimizer
@@ -92,7 +102,7 @@ def fit(run: Run, rank: int = 0, ranks: int = 1, strategy: Any = "auto", stages:
     if run.clip is not None:
         options |= {"gradient_clip_algorithm": run.clip[0], "gradient_clip_val": run.clip[1]}
     replicas = ranks // stages
-    loader = shares(data, rank % replicas, replicas)
+    loader = shares(data, rank % replicas, replicas, loader=case.loader)
     trainer(
         strategy,
         ranks,
@@ -155,7 +165,7 @@ def far(
 def differences(got: Record, expected: Record, run: Run) -> list[str]:
     """What is not the same, in words; empty when all is."""
     double = run.precision == "64-true"
-    limit = (1e-6 if CASES[run.case].float32_inside else 1e-10) if double else 1e-5
+    limit = (1e-6 if case_of(run).float32_inside else 1e-10) if double else 1e-5
     bad = []
     for what in ("losses", "norms"):
         ours, theirs = getattr(got, what), getattr(expected, what)

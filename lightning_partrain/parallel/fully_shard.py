@@ -7,7 +7,7 @@ them is gathered for the whole step. Under manual optimization several forward a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -77,28 +77,43 @@ class FullyShardedModel(ReplicatedModel):
 
     Args:
         automatic: whether Lightning drives the optimizer (one forward and backward pass a step).
+        blocks: of a pipeline stage, which calls its part of a step itself; its parameters stay gathered for a whole schedule.
 
     Raises:
         ValueError: under manual optimization, when two children of the LightningModule share a parameter.
     """
 
     def __init__(
-        self, module: nn.Module, mesh: ParallelMesh, reduce: Reduce, training: bool = True, *, automatic: bool = True
+        self,
+        module: nn.Module,
+        mesh: ParallelMesh,
+        reduce: Reduce,
+        training: bool = True,
+        absent: Collection[Tensor] = frozenset(),
+        *,
+        automatic: bool = True,
+        blocks: list[nn.Module] | None = None,
     ) -> None:
         roots = [module] if automatic else self._children(module)
         covered = {p for root in roots for p in root.parameters()}
         self._whole = [
-            (n, p) for n, p in module.named_parameters() if p.numel() == 0 or p.ndim == 0 or p not in covered
+            (n, p)
+            for n, p in module.named_parameters()
+            if p not in absent and (p.numel() == 0 or p.ndim == 0 or p not in covered)
         ]
-        self._shard(module, roots, mesh, ignored={p for _, p in self._whole})
+        ignored = {*(p for _, p in self._whole), *absent}
+        self._shard(module, roots, mesh, ignored, find_blocks(module) if blocks is None else blocks, blocks is None)
         self._roots = [root for root in roots if isinstance(root, FSDPModule)]
-        steps = [name for name in STEPS if automatic and is_overridden(name, module)]
+        steps = [name for name in STEPS if automatic and blocks is None and is_overridden(name, module)]
         self._own_steps = {name: module.__dict__.get(name) for name in steps}  # a user may have set one on the instance
-        if isinstance(module, FSDPModule):
+        if isinstance(module, FSDPModule) and blocks is None:
             compat.fsdp_gather_for_methods(module, steps)
+        elif isinstance(module, FSDPModule):
+            enter, leave = compat.fsdp_outermost(module)
+            self.around_stage = (lambda args: enter(args, {}, True)[0], lambda output: leave(output, True))
         self._used: set[Any] = set()
         self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        super().__init__(module, mesh, reduce, training)
+        super().__init__(module, mesh, reduce, training, absent)
         if training:
             self._watch_zero_grad()
 
@@ -126,14 +141,21 @@ class FullyShardedModel(ReplicatedModel):
         return [child for child in children if any(True for _ in child.parameters())]
 
     @staticmethod
-    def _shard(module: nn.Module, roots: list[nn.Module], mesh: ParallelMesh, ignored: set[nn.Parameter]) -> None:
+    def _shard(
+        module: nn.Module,
+        roots: list[nn.Module],
+        mesh: ParallelMesh,
+        ignored: set[Tensor],
+        blocks: list[nn.Module],
+        reshard: bool,
+    ) -> None:
         options: dict[str, Any] = {"mesh": mesh.shard_mesh, "ignored_params": ignored}
-        for block in find_blocks(module):
+        for block in blocks:
             if any(isinstance(m, FSDPModule) for m in block.modules()):
                 continue  # configure_model has sharded it
             outside = {p for m in module.modules() if m not in set(block.modules()) for p in m._parameters.values()}
             if not outside.intersection(block.parameters()):
-                fully_shard(block, reshard_after_forward=True, **options)
+                fully_shard(block, reshard_after_forward=reshard, **options)
         for root in roots:
             if not isinstance(root, FSDPModule):
                 fully_shard(root, reshard_after_forward=False, **options)
@@ -172,6 +194,31 @@ class FullyShardedModel(ReplicatedModel):
                     params[index].sharded_param.grad = None
         self._used.clear()
 
+    # -- a pipeline's step -----------------------------------------------------------------------------------------------
+
+    def begin_schedule(self) -> None:
+        super().begin_schedule()
+        self._before_sharded = compat.fsdp_take_gradients(self.module)
+        for root in self._roots:
+            compat.fsdp_defer_gradients(root, defer=True)
+
+    def end_schedule(self) -> None:
+        super().end_schedule()
+        self._computed_sharded = compat.fsdp_take_gradients(self.module)
+        compat.fsdp_add_gradients(self._before_sharded)
+        self._before_sharded = {}
+
+    def add_gradients(self) -> None:
+        super().add_gradients()
+        assert self.reducer is not None
+        compat.fsdp_add_gradients(self._computed_sharded)
+        self._used.update(self._computed_sharded)
+        self._computed_sharded = {}
+        if self.reducer.sync:
+            for root in self._roots:
+                compat.fsdp_defer_gradients(root, defer=False)
+                compat.fsdp_reduce_gradients(root)
+
     # -- parameters ----------------------------------------------------------------------------------------------------
 
     def _reshard(self) -> None:
@@ -184,11 +231,15 @@ class FullyShardedModel(ReplicatedModel):
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         self._reshard()
-        return dict(self.module.named_parameters())
+        return super().named_parameters()
+
+    def held_parameters(self) -> dict[str, nn.Parameter]:
+        self._reshard()
+        return super().held_parameters()
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer, wrapper: Any) -> None:
         self._watch_zero_grad(optimizer, wrapper)
-        shard_state(optimizer, {p: p for p in self.named_parameters().values()})
+        shard_state(optimizer, {p: p for p in self.held_parameters().values()})
         if is_elementwise(optimizer):
             rows = LocalRows(optimizer)
             self._handles += around_step(optimizer, rows.enter, rows.leave)

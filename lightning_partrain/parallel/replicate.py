@@ -6,7 +6,7 @@ Also the interface that the sharding stages share. A strategy holds one of these
 from __future__ import annotations
 
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -59,11 +59,6 @@ class ReplicatedModel:
         if self.reducer is not None:
             self.reducer.begin(sync=last_of_window or self.reduce == "micro_batch")
 
-    def add_gradients(self, grads: Mapping[Tensor, Tensor]) -> None:
-        """Between begin_backward and end_backward, in place of a backward pass: what a pipeline has computed before."""
-        assert self.reducer is not None
-        self.reducer.feed(grads)
-
     def end_backward(self, last_of_window: bool, automatic: bool) -> None:
         """With ``automatic`` optimization, nothing but the optimizer's step follows the last pass of a window."""
         if self.reducer is not None:
@@ -76,6 +71,31 @@ class ReplicatedModel:
         """Inside a training step, a gradient outside `begin_backward` ... `end_backward` is an error."""
         if self.reducer is not None:
             self.reducer.guard = inside_step
+
+    # -- a pipeline's step: its gradients exist before Lightning clears those of the window before -------------------------
+
+    #: What a stage gives what it received to, and takes what it sends from, when its parameters have to be gathered for it.
+    around_stage: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None
+
+    def begin_schedule(self) -> None:
+        """The passes of a pipeline schedule follow. Gradients that are there are put aside."""
+        assert self.reducer is not None
+        self._before: dict[Tensor, Tensor | None] = {param: param.grad for _, param in self.reducer.named_parameters}
+        for param in self._before:
+            param.grad = None
+
+    def end_schedule(self) -> None:
+        """Take the gradients of the schedule away, to :meth:`add_gradients` later, and put the others back."""
+        self._computed = {param: param.grad for param in self._before if param.grad is not None}
+        for param, grad in self._before.items():
+            param.grad = grad
+        self._before = {}
+
+    def add_gradients(self) -> None:
+        """Between begin_backward and end_backward, in place of a backward pass."""
+        assert self.reducer is not None
+        self.reducer.feed(self._computed)
+        self._computed = {}
 
     # -- parameters ----------------------------------------------------------------------------------------------------
 

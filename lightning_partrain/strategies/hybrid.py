@@ -142,7 +142,10 @@ class Hybrid3DStrategy(MeshStrategy):
             return ReplicatedModel(module, self.mesh, self.reduce_when, training, absent)
         if self.zero_stage == 3:
             automatic = self.lightning_module.automatic_optimization
-            return FullyShardedModel(module, self.mesh, self.reduce_when, training, automatic=automatic)
+            blocks = None if self.pipeline is None else self.pipeline.own_blocks()
+            return FullyShardedModel(
+                module, self.mesh, self.reduce_when, training, absent, automatic=automatic, blocks=blocks
+            )
         return ShardedOptimizerModel(
             module, self.mesh, self.reduce_when, training, absent, keep_buffers=self.zero_stage == 1
         )
@@ -210,23 +213,19 @@ class Hybrid3DStrategy(MeshStrategy):
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
         if self.pipeline is not None and self.pipeline.stage is not None:
-            self.pipeline.stage.install()  # last, around whatever else has wrapped the modules
+            assert self.model_parallel is not None
+            self.pipeline.stage.install(
+                self.model_parallel.around_stage
+            )  # last, around whatever else wraps the modules
 
     def _train(self, *args: Any, **kwargs: Any) -> Any:
         if self.pipeline is None:
             return super()._train(*args, **kwargs)
         assert self.model_parallel is not None and self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        params = list(self.model_parallel.held_parameters().values())
-        before = {}
-        for param in params:
-            if param.grad is not None:
-                before[param] = param.grad
-                param.grad = None
+        self.model_parallel.begin_schedule()
         output = self.pipeline.run("training_step", args, training=True, scale=1.0 / trainer.accumulate_grad_batches)
-        self._gradients = {param: param.grad for param in params if param.grad is not None}
-        for param in params:
-            param.grad = before.get(param)
+        self.model_parallel.end_schedule()
         return output
 
     def _compute_gradients(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -234,8 +233,7 @@ class Hybrid3DStrategy(MeshStrategy):
             super()._compute_gradients(closure_loss, optimizer, *args, **kwargs)
             return
         assert self.model_parallel is not None
-        self.model_parallel.add_gradients(self._gradients)
-        self._gradients = {}
+        self.model_parallel.add_gradients()
 
     def _complete_gradients(self, last_of_window: bool) -> None:
         super()._complete_gradients(last_of_window)

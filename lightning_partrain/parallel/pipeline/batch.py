@@ -130,7 +130,8 @@ def signature(value: Any) -> Hashable:
         return (tuple(value.shape), value.dtype)
     if _is_container(value):
         return (type(value), *((name, signature(child)) for name, child in _children(value)))
-    return value if isinstance(value, (bool, type(None))) else type(value)
+    plain: Hashable = value if isinstance(value, (bool, type(None))) else type(value)
+    return plain
 
 
 def detached(value: Any) -> Any:
@@ -174,9 +175,8 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], path: str = "") -> Any:
             f"output{path} has the shapes {shapes} for micro-batches of {list(sizes)} samples. Return tensors with one row a sample, "
             "or floating-point means."
         )
-    if isinstance(first, (list, tuple)) and not hasattr(first, "_fields") and all(map(_is_samples, outputs)):
-        if all(len(o) == size for o, size in zip(outputs, sizes, strict=True)):
-            return type(first)(item for o in outputs for item in o)
+    if all(_is_samples(o) and len(o) == size for o, size in zip(outputs, sizes, strict=True)):
+        return type(first)(item for o in outputs for item in o)
     if _is_container(first):
         parts = [list(_children(o)) for o in outputs]
         names = [name for name, _ in parts[0]]

@@ -184,6 +184,11 @@ class Pipeline:
                 param.data = number.expand(param.shape)
                 param.grad = None
 
+    def own_blocks(self) -> list[nn.Module]:
+        """The blocks that this stage runs."""
+        assert self.cut is not None
+        return [u.module for u in self.units if u.block is not None and u.name in self.cut.stages[self.index]]
+
     def home(self, name: str) -> int:
         """The stage whose value of a parameter or buffer counts, in norms and checkpoints: the first that holds it."""
         name = self._first_names.get(name, name)
@@ -221,7 +226,8 @@ class Pipeline:
         sizes = self._sizes(args[0])
         parts = batches.split(args[0], sizes)
         seeds = self._seeds(len(sizes), args)
-        self._book, self._outputs = LogBook(self.module), []
+        self._book = LogBook(self.module)
+        self._outputs: list[Any] = []
         self._weights = [scale * size / sum(sizes) for size in sizes]
         self._done = 0
         while self._done < len(sizes):

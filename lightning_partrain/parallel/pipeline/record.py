@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_partrain import compat
@@ -131,7 +132,7 @@ class _Tracker(compat.TorchDispatchMode):
     def sources(self, tensor: Tensor) -> frozenset[Source]:
         return self._sources.get(self.key(tensor), frozenset())
 
-    def set(self, tensor: Tensor, sources: Iterable[Source]) -> None:
+    def assign(self, tensor: Tensor, sources: Iterable[Source]) -> None:
         self._alive.append(self._storage(tensor) or tensor)  # or the address would be used again
         self._sources[self.key(tensor)] = frozenset(sources)
 
@@ -158,12 +159,12 @@ class _Tracker(compat.TorchDispatchMode):
         known = {self.key(tensor) for tensor in given}
         for tensor in tensors_in(out):
             if self.key(tensor) not in known:
-                self.set(tensor, sources)
+                self.assign(tensor, sources)
         return out
 
     def _write(self, value: Any, sources: set[Source]) -> None:
         for tensor in tensors_in(value):
-            self.set(tensor, self.sources(tensor) | sources)
+            self.assign(tensor, self.sources(tensor) | sources)
             self.written.add(self.key(tensor))
 
 
@@ -209,7 +210,7 @@ def _reached(tensors: Iterable[Any], marks: dict[Any, Source]) -> frozenset[Sour
 
 def _memory_order(tensor: Tensor) -> tuple[int, ...]:
     """Dimensions from the outermost to the innermost in memory; as they are where memory overlaps."""
-    order = tuple(sorted(range(tensor.ndim), key=lambda dim: (-tensor.stride(dim), dim)))
+    order = tuple(sorted(range(tensor.ndim), key=lambda dim: (-tensor.stride()[dim], dim)))
     return order if tensor.permute(order).is_contiguous() else tuple(range(tensor.ndim))
 
 
@@ -266,7 +267,7 @@ class _Run:
         marked = _Mark.apply(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor.detach().clone()
         if marked.grad_fn is not None:
             self.marks[marked.grad_fn] = source
-        self.tracker.set(marked, [source])
+        self.tracker.assign(marked, [source])
         self.outputs[source] = marked
         return marked
 
@@ -334,15 +335,17 @@ def _record(
         stack.enter_context(isolate_rng())
         stack.enter_context(_state_kept(root))
         if mode is not None:
+            known: dict[Tensor, Any] = {}
             for module in root.modules():
-                _make_fake(module, mode)
+                _make_fake(module, mode, known)
+                compat.drop_collective_hooks(module)
             args = tuple(_as_fake(a, mode) for a in args)
         else:
             args = tuple(_copied(a) for a in args)
             buffers = [(b, b.clone()) for b in root.buffers()]
             stack.callback(lambda: [b.copy_(before) for b, before in buffers])
         for name, param in root.named_parameters():
-            tracker.set(param, [("parameter", name)])
+            tracker.assign(param, [("parameter", name)])
         before = {id(t) for m in root.modules() for t in tensors_in(_own_attributes(m))}
         for unit in units:
             vars(unit.module)["forward"] = run.wrap(unit)
@@ -397,11 +400,22 @@ def _own_attributes(module: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in vars(module).items() if k not in internal and not k.endswith("_hooks")}
 
 
-def _make_fake(module: nn.Module, mode: Any) -> None:
+def _make_fake(module: nn.Module, mode: Any, known: dict[Tensor, Any]) -> None:
+    """Replace parameters and buffers; sharded ones by whole ones."""
     for kind in (module._parameters, module._buffers):
-        for key, tensor in kind.items():
-            if tensor is not None:
-                kind[key] = mode.from_tensor(tensor)
+        key: str
+        for key, tensor in list(kind.items()):
+            if tensor is None:
+                continue
+            if tensor not in known:
+                whole = (
+                    torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                    if isinstance(tensor, DTensor)
+                    else None
+                )
+                fake = mode.from_tensor(tensor if whole is None else whole)
+                known[tensor] = fake if whole is None else nn.Parameter(fake, tensor.requires_grad)
+            kind[key] = known[tensor]
     if isinstance(module, Metric):
         for key, value in _own_attributes(module).items():
             if isinstance(value, Tensor):

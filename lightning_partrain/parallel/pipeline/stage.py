@@ -132,8 +132,13 @@ class Stage(nn.Module):
 
     # -- the forward methods of units -----------------------------------------------------------------------------------
 
-    def install(self) -> None:
-        """Replace the units' ``forward``, after anything else that wraps or hooks them."""
+    def install(self, around: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None) -> None:
+        """Replace the units' ``forward``, after anything else that wraps or hooks them.
+
+        Args:
+            around: called with what was received before a micro-batch, and with what is sent after it; each gives what to use.
+        """
+        self._around = around
         for number, unit in enumerate(self.units):
             if unit.name in self._stage_of:
                 attributes = vars(unit.module)
@@ -223,6 +228,12 @@ class Stage(nn.Module):
 
     def forward(self, *received: Tensor, mb: Tensor) -> Any:
         index = int(mb)
+        if self._around is not None:
+            received = self._around[0](received)
+        sent = self._run_step(index, received)
+        return sent if self._around is None else self._around[1](sent)
+
+    def _run_step(self, index: int, received: tuple[Tensor, ...]) -> Any:
         self._seed = self._seeds[index]
         arrived = {(c.unit, c.index): t for c, t in zip(self._incoming, received, strict=True)}
         self._received = {(c.unit, c.index): _arrive(c, arrived[(c.unit, c.index)]) for c in self._incoming}
