@@ -252,7 +252,7 @@ def fsdp_params(root: nn.Module) -> list[Any]:
     ]
 
 
-def fsdp_outermost(module: Any) -> tuple[Callable[[Any, Any, bool], Any], Callable[[Any], Any]]:
+def fsdp_outermost(module: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Gather the parameters of ``module`` between the first of nested calls and its end.
 
     torch's ``register_fsdp_forward_method`` gathers for a method too, but a call of ``forward`` inside such a method ends the
@@ -260,8 +260,8 @@ def fsdp_outermost(module: Any) -> tuple[Callable[[Any, Any, bool], Any], Callab
     counts.
 
     Returns:
-        ``enter(args, kwargs, outermost)`` and ``leave(output)``, which give what to go on with. ``outermost`` says that no other
-        call is open, whatever an exception has left behind.
+        ``enter(args, kwargs, outermost)`` and ``leave(output, outermost)``, which give what to go on with. ``outermost`` says that
+        no other call is open, whatever an exception has left behind.
     """
     state = module._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
@@ -293,7 +293,7 @@ def fsdp_gather_for_methods(module: Any, names: list[str]) -> None:
         @functools.wraps(method)
         def step(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = enter(args, kwargs, True)
-            return leave(method(*args, **kwargs))
+            return leave(method(*args, **kwargs), True)
 
         return step
 

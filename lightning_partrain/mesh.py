@@ -66,7 +66,7 @@ class ParallelSizes:
             world_size: number of processes.
             data_parallel_size: data-parallel ranks in all, replicas included; ``"auto"`` takes the ranks that are left.
             data_parallel_replicate_size: how many replicas they form; each replica is sharded over the rest (HSDP).
-            pipeline_parallel_size: stages of the pipeline; ``"auto"`` is what is left when ``data_parallel_size`` is given, else 1.
+            pipeline_parallel_size: stages of the pipeline; ``"auto"`` is 1.
 
         Raises:
             ValueError: when the sizes do not multiply to ``world_size``.
@@ -83,20 +83,18 @@ class ParallelSizes:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 auto = "'auto' or " if value is not replicas else ""
                 raise ValueError(f"{name} must be {auto}a whole number of at least 1, not {value!r}.")
-        if pipeline_parallel_size == "auto":
-            fits = isinstance(data_parallel_size, int) and world_size % data_parallel_size == 0
-            stages = world_size // data_parallel_size if fits and isinstance(data_parallel_size, int) else 1
-        else:
-            stages = pipeline_parallel_size
+        stages = 1 if pipeline_parallel_size == "auto" else pipeline_parallel_size
+        if data_parallel_size == "auto" and world_size % stages:
+            raise ValueError(
+                f"pipeline_parallel_size={stages} does not divide the {world_size} processes that devices x num_nodes gives."
+            )
         size = world_size // stages if data_parallel_size == "auto" else data_parallel_size
         if size * stages != world_size:
-            sizes = f"data_parallel_size={data_parallel_size}"
-            if pipeline_parallel_size != "auto":
-                sizes += f" and pipeline_parallel_size={pipeline_parallel_size}"
-            needs = f"need a multiple of {stages}" if data_parallel_size == "auto" else f"need {size * stages}"
+            both = f"data_parallel_size={size}" + (f" with pipeline_parallel_size={stages}" if stages > 1 else "")
+            left = f" and pipeline_parallel_size={world_size // size}" if world_size % size == 0 else ""
             raise ValueError(
-                f"{sizes} {needs} processes, but devices x num_nodes gives {world_size}. "
-                f"Leave data_parallel_size='auto' with a pipeline_parallel_size that divides {world_size}, or start other processes."
+                f"{both} needs {size * stages} processes, but devices x num_nodes gives {world_size}. "
+                f"Set data_parallel_size='auto'{f', or keep it{left}' if left else ''}, or start {size * stages} processes."
             )
         if size % replicas:
             fitting = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)

@@ -28,10 +28,13 @@ class StageNorm:
     Attributes:
         group: the stages.
         counts: whether this stage counts a parameter; of those on several stages exactly one does.
+        dtype, device: of the norm, also on a stage without gradients.
     """
 
     group: dist.ProcessGroup
     counts: Callable[[Tensor], bool]
+    dtype: torch.dtype
+    device: torch.device
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -54,7 +57,7 @@ def sharded_axes(tensor: Tensor) -> tuple[tuple[DeviceMesh, int], ...]:
     )
 
 
-def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0, stages: dist.ProcessGroup | None = None) -> Tensor:
+def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0, stages: StageNorm | None = None) -> Tensor:
     """The norm of all ``tensors`` taken as one vector, equal on every rank.
 
     Collective over the axes on which any of them is sharded; each rank passes the same tensors in the same order.
@@ -68,7 +71,7 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0, stages: dist.P
         A scalar tensor, float64 if any tensor is, float32 otherwise.
     """
     groups: dict[tuple[tuple[DeviceMesh, int], ...], list[Tensor]] = defaultdict(list)
-    device, dtype = torch.device("cpu"), torch.float32
+    device, dtype = (stages.device, stages.dtype) if stages is not None else (torch.device("cpu"), torch.float32)
     for tensor in tensors:
         groups[sharded_axes(tensor)].append(local_tensor(tensor))
         device = groups[sharded_axes(tensor)][-1].device
@@ -89,7 +92,7 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0, stages: dist.P
     stacked = torch.stack(parts) if parts else torch.zeros(1, dtype=dtype, device=device)
     total = stacked.max() if infinite else stacked.sum()
     if stages is not None:
-        dist.all_reduce(total, op, group=stages)
+        dist.all_reduce(total, op, group=stages.group)
     return total if infinite else total.pow(1.0 / norm_type)
 
 
@@ -98,7 +101,7 @@ def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0, stages: Stag
     if stages is None:
         return total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
     counted = [p for p in parameters if stages.counts(p)]
-    return total_norm([p.grad for p in counted if p.grad is not None], norm_type, stages.group)
+    return total_norm([p.grad for p in counted if p.grad is not None], norm_type, stages)
 
 
 @torch.no_grad()

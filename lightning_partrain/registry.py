@@ -22,6 +22,7 @@ _HYBRID = "lightning_partrain.strategies.Hybrid3DStrategy"
 
 STRATEGIES: dict[str, Entry] = {
     "hybrid_3d": Entry(_HYBRID, "data parallel with sharded optimizer state; the numbers of one process"),
+    "hybrid_3d_pp2": Entry(_HYBRID, "hybrid_3d over two pipeline stages", {"pipeline_parallel_size": 2}),
 }
 
 

@@ -201,7 +201,9 @@ def complete(records: list[Record], stages: int) -> None:
     for replica in range(replicas):
         column = records[replica::replicas]
         for what in ("gradients", "parameters"):
-            by_step = [dict(kv for each in step for kv in each.items()) for step in zip(*(getattr(r, what) for r in column))]
+            by_step = [
+                dict(kv for each in step for kv in each.items()) for step in zip(*(getattr(r, what) for r in column))
+            ]
             for record in column:
                 setattr(record, what, [{**whole, **own} for whole, own in zip(by_step, getattr(record, what))])
 

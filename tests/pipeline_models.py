@@ -189,7 +189,7 @@ class Denoiser(Base):
 
     def loss(self, batch: Any) -> Tensor:
         x = batch[0]
-        x = x + 0.1 * numpy.random.beta(0.4, 0.4) * x[torch.randperm(len(x))] + 0.01 * random.random()  # noqa: NPY002, S311
+        x = x + 0.1 * numpy.random.beta(0.4, 0.4) * x[torch.randperm(len(x))] + 0.01 * random.random()
         t = torch.randint(0, 10, (len(x),))
         noise = torch.randn_like(x)
         h = x + noise * (t / 10).to(x)[:, None] + self.time(t)
@@ -207,7 +207,9 @@ class ClassToken(Base):
         self.token = nn.Parameter(torch.randn(1, 1, 8) * 0.1)
         self.positions = nn.Parameter(torch.randn(1, 5, 8) * 0.1)
         self.scale = nn.Parameter(torch.tensor(0.9))
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True) for _ in range(4)
+        )
         self.head = nn.Linear(8, 5)
 
     def loss(self, batch: Any) -> Tensor:
@@ -395,7 +397,11 @@ class TiedByModule(Base):
 
 PIPELINE_CASES: dict[str, Case] = {
     **{
-        name: Case(lambda build=build, loss=loss: Transformers(build, loss), loss is not classified and name not in ("vit", "convnext"), inside)  # type: ignore[misc]
+        name: Case(
+            lambda build=build, loss=loss: Transformers(build, loss),
+            loss is not classified and name not in ("vit", "convnext"),
+            inside,
+        )  # type: ignore[misc]
         for name, (build, loss, inside) in HUGGING_FACE.items()
     },
     "cnn": Case(ConvolutionNet),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.models import CASES
+from tests.pairwise import pairwise
 from tests.parity import Run, assert_same_as_one_process, hybrid
 
 CHOICES: dict[str, list[Any]] = {
@@ -21,34 +22,6 @@ CHOICES: dict[str, list[Any]] = {
     "precision": ["64-true", "32-true"],
     "case": list(CASES),
 }
-
-
-def pairwise(choices: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    """Rows such that each two choices of different kinds stand together in at least one (greedy, always the same)."""
-    names = list(choices)
-    missing = {
-        ((a, x), (b, y))
-        for a, b in itertools.combinations(names, 2)
-        for x in range(len(choices[a]))
-        for y in range(len(choices[b]))
-    }
-    rows = []
-    while missing:
-        row: dict[str, int] = {}
-        (a, x), (b, y) = min(missing)
-        row[a], row[b] = x, y
-        for name in sorted(names, key=lambda n: -len(choices[n])):
-            if name not in row:
-                row[name] = max(
-                    range(len(choices[name])),
-                    key=lambda i, n=name: sum(
-                        tuple(sorted([(n, i), (m, j)], key=lambda c: names.index(c[0]))) in missing
-                        for m, j in row.items()
-                    ),
-                )
-        missing -= {((p, row[p]), (q, row[q])) for p, q in itertools.combinations(names, 2)}
-        rows.append({name: choices[name][row[name]] for name in names})
-    return rows
 
 
 MODELS_BY_STAGE = [

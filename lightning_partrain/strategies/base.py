@@ -78,7 +78,9 @@ class MeshStrategy(RankStrategy):
         audit.audit_module(self.model)
         self.audit(trainer)
         if self.world_size > 1:
-            self.metrics = MetricAgreement(trainer, self.control_group, self.mesh.size("data_parallel"))
+            self.metrics = MetricAgreement(
+                trainer, self.control_group, self.mesh.size("data_parallel"), self.share_metrics
+            )
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self._use_data_parallel_metrics()
@@ -108,6 +110,9 @@ class MeshStrategy(RankStrategy):
         """
         assert self.model is not None
         return SharedBuffers(self.model)
+
+    def share_metrics(self) -> None:
+        """Before epoch values are computed: give torchmetrics what other ranks have seen, where not all saw the same."""
 
     def model_to_device(self) -> None:
         assert self.model is not None

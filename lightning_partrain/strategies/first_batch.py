@@ -35,7 +35,8 @@ def _first_steps(trainer: Trainer) -> Iterator[Step]:
         if batch is not None:
             arguments = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
             yield "training_step", (_moved(trainer, batch, 0), *arguments)
-        yield from _of_evaluation(trainer, trainer.fit_loop.epoch_loop.val_loop, "validation_step")
+        if trainer.enable_validation:
+            yield from _of_evaluation(trainer, trainer.fit_loop.epoch_loop.val_loop, "validation_step")
     elif trainer.state.fn == TrainerFn.PREDICTING:
         yield from _of_evaluation(trainer, trainer.predict_loop, "predict_step")
     else:

@@ -91,6 +91,7 @@ class Hybrid3DStrategy(MeshStrategy):
         self.schedule = schedule
         self.split = Split.parse(pipeline_split)
         self.pipeline: Pipeline | None = None
+        self._optimizer_homes: dict[str, int] | None = None  # also after the run: optimizers keep their stage's state
 
     def sizes(self, world_size: int) -> ParallelSizes:
         sizes = ParallelSizes.resolve(
@@ -196,10 +197,17 @@ class Hybrid3DStrategy(MeshStrategy):
             {name for name, home in pipeline.buffer_lives.items() if home == pipeline.index},
         )
 
+    def share_metrics(self) -> None:
+        if self.pipeline is not None:
+            self.pipeline.share_metrics()
+
     def _attach_optimizers(self) -> None:
         super()._attach_optimizers()
+        self._optimizer_homes = None
         if self.pipeline is None:
             return
+        if self.pipeline.stages > 1:
+            self._optimizer_homes = {name: self.pipeline.home(name) for name in self.pipeline.lives}
         audit.audit_single_optimizer([compat.unwrap_optimizer(o) for o in self.optimizers])
         assert self.pipeline.stage is not None and self.model_parallel is not None and self.mesh is not None
         for optimizer in self.optimizers:  # some make their state at once
@@ -207,7 +215,12 @@ class Hybrid3DStrategy(MeshStrategy):
                 compat.unwrap_optimizer(optimizer).state.pop(param, None)
         present = self.model_parallel.named_parameters()
         elsewhere = {param for name, param in present.items() if self.pipeline.home(name) != self.pipeline.index}
-        self._stage_norm = StageNorm(self.mesh.group("pp"), lambda param: param not in elsewhere)
+        dtype = torch.float32
+        for param in self.pipeline.module.parameters():
+            dtype = torch.promote_types(dtype, param.dtype)
+        self._stage_norm = StageNorm(
+            self.mesh.group("pp"), lambda param: param not in elsewhere, dtype, self.root_device
+        )
         self._tied = TiedGradients(self.pipeline.lives, self.mesh)
 
     def setup(self, trainer: Any) -> None:
@@ -260,18 +273,18 @@ class Hybrid3DStrategy(MeshStrategy):
         own = self.model_parallel.state_dict(keep=self._first_replica)
         if not self._first_replica:
             return {}
-        return state.collect(self.pipeline, state.state_homes(self.pipeline), own, self._stage_host_group)
+        return state.collect(state.state_homes(self.pipeline), own, self._stage_host_group)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        if self.pipeline is None or self._stage_host_group is None:
+        if self._optimizer_homes is None or self._stage_host_group is None:
             return super().optimizer_state(optimizer)
         optimizer = compat.unwrap_optimizer(optimizer)
         own = full.full_optimizer_state(optimizer, self._stepped, keep=self._first_replica)
         if not self._first_replica:
             return {}
         names = self._parameter_names(optimizer)
-        homes = {index: self.pipeline.home(name) for index, name in enumerate(names)}
-        return {**own, "state": state.collect(self.pipeline, homes, own["state"], self._stage_host_group)}
+        homes = {index: self._optimizer_homes.get(name, 0) for index, name in enumerate(names)}
+        return {**own, "state": state.collect(homes, own["state"], self._stage_host_group)}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self.pipeline is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,10 +23,14 @@ class MetricAgreement:
         trainer: the Trainer.
         group: all ranks, for messages on the host.
         replicas: data-parallel ranks among them.
+        before_epoch_values: called on all ranks before epoch values are computed.
     """
 
-    def __init__(self, trainer: Any, group: dist.ProcessGroup, replicas: int) -> None:
+    def __init__(
+        self, trainer: Any, group: dist.ProcessGroup, replicas: int, before_epoch_values: Callable[[], None]
+    ) -> None:
         self.trainer, self.group, self.replicas = trainer, group, replicas
+        self._before_epoch_values = before_epoch_values
         self.agreeing = False
         self._monitored: set[str] = set()
         self._within_epochs = self._on_next_step = False
@@ -59,6 +64,7 @@ class MetricAgreement:
 
     def _at_epoch_end(self) -> None:
         self._agree(compat.logged_names(self.trainer))
+        self._before_epoch_values()
         self.agreeing = True
         compat.compute_epoch_metrics(self.trainer)
         self.agreeing = False

@@ -130,8 +130,7 @@ def signature(value: Any) -> Hashable:
         return (tuple(value.shape), value.dtype)
     if _is_container(value):
         return (type(value), *((name, signature(child)) for name, child in _children(value)))
-    plain: Hashable = value if isinstance(value, (bool, type(None))) else type(value)
-    return plain
+    return repr(value) if isinstance(value, (bool, type(None))) else type(value).__name__
 
 
 def detached(value: Any) -> Any:

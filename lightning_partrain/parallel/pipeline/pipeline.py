@@ -25,7 +25,7 @@ from lightning_partrain.parallel.pipeline.cut import (
     parameter_stages,
 )
 from lightning_partrain.parallel.pipeline.record import CannotCutError, Recording, record
-from lightning_partrain.parallel.pipeline.results import LogBook, Messages
+from lightning_partrain.parallel.pipeline.results import LogBook, Messages, share_metrics
 from lightning_partrain.parallel.pipeline.schedule import Schedule, build_schedule, run_one_stage
 from lightning_partrain.parallel.pipeline.stage import Stage, empty_of_numbers
 from lightning_partrain.parallel.pipeline.units import block_lists, find_units
@@ -301,6 +301,11 @@ class Pipeline:
         for buffer in self.written_buffers if self.messages is not None else ():
             broadcast_tensors([self.module.get_buffer(buffer)], self.messages.source, self.mesh.group("pp"))  # type: ignore[union-attr]
         return output
+
+    def share_metrics(self) -> None:
+        """Give the metrics of every stage what those of the last compute. Collective over stages, and over replicas there."""
+        if self.messages is not None:
+            share_metrics(self.module, self.messages)
 
     def _seeds(self, number: int, args: tuple[Any, ...]) -> list[int]:
         """A seed for each micro-batch of this data-parallel rank: what one process would draw that runs all of them."""

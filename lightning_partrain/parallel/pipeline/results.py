@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from lightning_partrain.parallel.pipeline import batch as batches
 
@@ -224,10 +224,12 @@ def _unpack(packed: Any, tensors: Iterator[Tensor], numbers: Iterator[float], ro
 
 def share_metrics(root: nn.Module, messages: Messages) -> None:
     """Give the metrics of every stage what those of the last stage compute. Collective over all stages and replicas."""
+    if messages.sending:
+        for collection in (m for m in root.modules() if isinstance(m, MetricCollection)):
+            if any(metric.update_called for metric in collection.values()):
+                collection.compute()  # lets metrics of one group share their state
     for metric in (m for m in root.modules() if isinstance(m, Metric)):
-        value = None
-        if messages.sending and metric.update_called:
-            value = [metric.compute(), metric.update_count]
+        value = [metric.compute(), metric.update_count] if messages.sending and metric.update_called else None
         shared = messages.share(value, root)
         if shared is not None and not messages.sending:
             metric._computed, metric._update_count = shared

@@ -18,9 +18,7 @@ from lightning_partrain.parallel.pipeline.pipeline import Pipeline
 Entry = Tensor | dict[str, Any] | None
 
 
-def collect(
-    pipeline: Pipeline, homes: Mapping[Any, int], own: Mapping[Any, Entry], group: dist.ProcessGroup
-) -> dict[Any, Entry]:
+def collect(homes: Mapping[Any, int], own: Mapping[Any, Entry], group: dist.ProcessGroup) -> dict[Any, Entry]:
     """The entries of all stages on the first one; other stages get an empty dict.
 
     Args:
@@ -28,14 +26,15 @@ def collect(
         own: this stage's entries; where one is missing, the result has none.
         group: the stages, for tensors on the host.
     """
+    index = dist.get_rank(group)
     whole: dict[Any, Entry] = {}
     for key, home in homes.items():
-        if home == pipeline.index == 0:
+        if home == index == 0:
             entry = own.get(key)
-        elif home == pipeline.index:
+        elif home == index:
             _send(own.get(key), group)
             continue
-        elif pipeline.index == 0:
+        elif index == 0:
             entry = _receive(dist.get_global_rank(group, home), group)
         else:
             continue
