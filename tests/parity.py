@@ -202,10 +202,13 @@ def complete(records: list[Record], stages: int) -> None:
         column = records[replica::replicas]
         for what in ("gradients", "parameters"):
             by_step = [
-                dict(kv for each in step for kv in each.items()) for step in zip(*(getattr(r, what) for r in column))
+                dict(kv for each in step for kv in each.items())
+                for step in zip(*(getattr(r, what) for r in column), strict=True)
             ]
             for record in column:
-                setattr(record, what, [{**whole, **own} for whole, own in zip(by_step, getattr(record, what))])
+                setattr(
+                    record, what, [{**whole, **own} for whole, own in zip(by_step, getattr(record, what), strict=True)]
+                )
 
 
 def assert_same_as_one_process(

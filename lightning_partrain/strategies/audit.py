@@ -81,33 +81,22 @@ def audit_pipeline(trainer: Any) -> None:
         )
 
 
-def audit_single_optimizer(optimizers: list[Any]) -> None:
-    """Raise when a pipeline would have to run for several optimizers.
-
-    Raises:
-        ValueError: several optimizers, or one that runs the step several times.
-    """
-    if len(optimizers) > 1:
-        raise ValueError(
-            f"configure_optimizers gave {len(optimizers)} optimizers, but a pipeline steps one. Use one optimizer with parameter groups, "
-            "or pipeline_parallel_size=1."
-        )
-    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
-        raise ValueError(
-            "LBFGS runs the step several times and decides by it, which stages cannot do. Use another optimizer."
-        )
-
-
-def audit_optimizer(optimizer: torch.optim.Optimizer, sharded: bool) -> None:
+def audit_optimizer(optimizer: torch.optim.Optimizer, sharded: bool, pipelined: bool) -> None:
     """Raise for optimizers whose rule needs what this rank does not have.
 
     Args:
         optimizer: as the user built it.
         sharded: whether each rank holds a part of the parameters or gradients only.
+        pipelined: whether each rank holds some of the layers only.
 
     Raises:
-        ValueError: torch's optimizers that do not look at one element after the other, over shards.
+        ValueError: torch's optimizers that do not look at one element after the other, over shards; one that decides by all
+            gradients together, over pipeline stages.
     """
+    if pipelined and isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            f"LBFGS {NOT_OVER_SHARDS['LBFGS']} or a pipeline. Use pipeline_parallel_size=1 and zero_stage=0."
+        )
     for name, reason in NOT_OVER_SHARDS.items():
         kind = getattr(torch.optim, name, None)
         if sharded and kind is not None and isinstance(optimizer, kind):

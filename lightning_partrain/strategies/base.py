@@ -128,7 +128,7 @@ class MeshStrategy(RankStrategy):
         current = {*now.values(), *map(self._stepped, now.values())}
         for wrapper in self._lightning_optimizers:
             optimizer = compat.unwrap_optimizer(wrapper)
-            audit.audit_optimizer(optimizer, self.sharded)
+            audit.audit_optimizer(optimizer, self.sharded, self.pipelined)
             self._use_current_parameters(optimizer, now, current)
             hook = optimizer.register_step_pre_hook(lambda opt, *_: self._use_current_parameters(opt, now, current))
             self._step_hooks.append(hook)
@@ -147,6 +147,10 @@ class MeshStrategy(RankStrategy):
 
     @property
     def sharded(self) -> bool:
+        return False
+
+    @property
+    def pipelined(self) -> bool:
         return False
 
     def _use_data_parallel_metrics(self) -> None:

@@ -154,7 +154,7 @@ class Hybrid3DStrategy(MeshStrategy):
     # -- the pipeline ----------------------------------------------------------------------------------------------------
 
     @property
-    def _pipelined(self) -> bool:
+    def pipelined(self) -> bool:
         assert self.mesh is not None
         return self.mesh.sizes.pp > 1 or self.num_microbatches not in ("auto", 1)
 
@@ -169,7 +169,7 @@ class Hybrid3DStrategy(MeshStrategy):
         return self.mesh.new_groups("pp", range(self.mesh.sizes.pp), backend="gloo", timeout=self.timeout)
 
     def cut(self, trainer: Any) -> SharedBuffers:
-        if not self._pipelined:
+        if not self.pipelined:
             return super().cut(trainer)
         assert self.mesh is not None and self.lightning_module is not None
         audit.audit_pipeline(trainer)
@@ -208,7 +208,6 @@ class Hybrid3DStrategy(MeshStrategy):
             return
         if self.pipeline.stages > 1:
             self._optimizer_homes = {name: self.pipeline.home(name) for name in self.pipeline.lives}
-        audit.audit_single_optimizer([compat.unwrap_optimizer(o) for o in self.optimizers])
         assert self.pipeline.stage is not None and self.model_parallel is not None and self.mesh is not None
         for optimizer in self.optimizers:  # some make their state at once
             for param in self.pipeline.absent:

@@ -123,7 +123,7 @@ class Pipeline:
             raise CannotCutError(f"pipeline_split blocks={self.split.blocks!r} is no list of layers. {_known(lists)}")
         recordings = []
         for name, args in steps:
-            sizes = self._sizes(args[0], first=True)
+            sizes = self._sizes(args[0], exact=name == "training_step")
             part = batches.split(args[0], sizes)[0]
             with _mode_of(self.module, name):
                 key, recording = self._key(name, part, args), self._record(name, (part, *args[1:]))
@@ -196,7 +196,7 @@ class Pipeline:
 
     # -- a step ---------------------------------------------------------------------------------------------------------
 
-    def _sizes(self, batch: Any, first: bool = False) -> list[int]:
+    def _sizes(self, batch: Any, exact: bool = False) -> list[int]:
         samples = batches.batch_size(batch)
         if samples == 0:
             raise ValueError("The batch has no samples.")
@@ -206,7 +206,7 @@ class Pipeline:
             number = fitting[-1] if fitting else min(samples, most)
         else:
             number = self.num_microbatches
-            if first and number > samples:
+            if exact and number > samples:
                 raise ValueError(
                     f"num_microbatches={number}, but a batch of this data-parallel rank has {samples} samples. Use at most {samples}, or "
                     "larger batches."
