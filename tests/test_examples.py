@@ -50,7 +50,13 @@ def small_gpt(folder: Path, *presets: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "presets", [(), ("strategies/hybrid_3d.yaml",), ("strategies/hybrid_3d.yaml", "callbacks/checkpoint.yaml")]
+    "presets",
+    [
+        (),
+        ("strategies/hybrid_3d.yaml",),
+        ("strategies/hybrid_3d.yaml", "callbacks/checkpoint.yaml"),
+        ("strategies/hybrid_3d_pp2.yaml",),
+    ],
 )
 def test_the_gpt_trains_from_its_config_and_presets(tmp_path: Path, presets: tuple[str, ...]) -> None:
     def run(rank: int) -> tuple[list[float], float, str]:

@@ -142,6 +142,12 @@ def detached(value: Any) -> Any:
     return value
 
 
+def weighted_mean(values: Sequence[Any], weights: Sequence[int]) -> Any:
+    """Of numbers or tensors of one shape; numbers of the host stay there, so that no device has to wait for them."""
+    total = sum(weights)
+    return sum(value * (weight / total) for value, weight in zip(values, weights, strict=True))
+
+
 def join(outputs: Sequence[Any], sizes: Sequence[int], path: str = "") -> Any:
     """What a step would have returned for the whole batch, from what it returned for micro-batches of ``sizes`` samples.
 
@@ -163,12 +169,10 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], path: str = "") -> Any:
         if first.ndim and all(o.ndim and o.shape[0] == size for o, size in zip(outputs, sizes, strict=True)):
             return torch.cat(list(outputs))
         if all(o.shape == first.shape for o in outputs):
-            stacked = torch.stack(list(outputs))
             if first.is_floating_point() or first.is_complex():
-                weights = torch.tensor(list(sizes), dtype=stacked.dtype, device=stacked.device) / sum(sizes)
-                return torch.tensordot(weights, stacked, dims=1)
+                return weighted_mean(outputs, sizes)
             if first.ndim == 0:
-                return stacked.sum(0)
+                return torch.stack(list(outputs)).sum(0)
         shapes = [tuple(o.shape) for o in outputs]
         raise ValueError(
             f"output{path} has the shapes {shapes} for micro-batches of {list(sizes)} samples. Return tensors with one row a sample, "
@@ -185,7 +189,7 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], path: str = "") -> Any:
             first, [join([part[i][1] for part in parts], sizes, path + name) for i, name in enumerate(names)]
         )
     if isinstance(first, float):
-        return sum(o * size for o, size in zip(outputs, sizes, strict=True)) / sum(sizes)
+        return weighted_mean(outputs, sizes)
     if isinstance(first, int) and not isinstance(first, bool):
         return sum(outputs)
     if all(o == first for o in outputs):

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_partrain.parallel.pipeline.record import CannotCutError, Leaf, Recording, Source
+from lightning_partrain.parallel.pipeline.record import CannotCutError, Leaf, Recording
+from lightning_partrain.parallel.pipeline.sources import Source
 from lightning_partrain.parallel.pipeline.units import Unit
 
 
@@ -83,15 +84,16 @@ def extend_cut(cut: Cut, calls: Sequence[str]) -> Cut:
 
 
 def _even(sizes: Sequence[int], starts: Sequence[int], stages: int) -> list[int]:
-    """Places among ``starts`` that make the largest of ``stages`` sums of consecutive ``sizes`` smallest."""
+    """Places among ``starts`` that make the largest of ``stages`` sums of consecutive ``sizes`` smallest, then the next."""
     total = [0, *itertools.accumulate(sizes)]
-    # best[k][i]: (largest sum, places) when the first k stages hold everything before place i
-    best: dict[int, tuple[int, list[int]]] = {place: (total[place], []) for place in (*starts, len(sizes))}
+    ends = (*starts, len(sizes))
+    # for the first stages that hold everything before an end: (their sums, the largest first; places)
+    best: dict[int, tuple[list[int], list[int]]] = {end: ([total[end]], []) for end in ends}
     for _ in range(stages - 1):
-        further: dict[int, tuple[int, list[int]]] = {}
-        for end in (*starts, len(sizes)):
+        further: dict[int, tuple[list[int], list[int]]] = {}
+        for end in ends:
             options = [
-                (max(best[place][0], total[end] - total[place]), [*best[place][1], place])
+                (sorted([*best[place][0], total[end] - total[place]], reverse=True), [*best[place][1], place])
                 for place in starts
                 if place < end and place in best
             ]

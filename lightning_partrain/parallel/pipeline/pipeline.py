@@ -154,10 +154,11 @@ class Pipeline:
     def _record(self, name: str, args: tuple[Any, ...]) -> Recording:
         book = LogBook(self.module)
         with book.open():
-            return record(self.module, self.units, name, args, self.contexts[name], book.values)
+            return record(self.module, self.units, name, args, self.contexts[name], book.values, whole=not self.absent)
 
     def _key(self, name: str, part: Any, args: tuple[Any, ...]) -> Hashable:
-        return (name, batches.signature(part), self.module.training, args[2:])
+        trained = tuple(p.requires_grad for p in self.module.parameters())  # a callback may freeze and unfreeze
+        return (name, batches.signature(part), self.module.training, args[2:], trained)
 
     def _tell(self) -> None:
         assert self.cut is not None

@@ -23,15 +23,8 @@ from torchmetrics import Metric
 
 from lightning_partrain import compat
 from lightning_partrain.parallel.pipeline import batch as batches
+from lightning_partrain.parallel.pipeline.sources import Source, Tracker, tensors_in
 from lightning_partrain.parallel.pipeline.units import Unit
-
-#: ("unit", name, index of the output tensor), ("parameter", name) or ("inside", name of the unit that left it behind).
-Source = tuple[Any, ...]
-
-#: Operations whose result has the shape of an argument, but nothing of its values.
-SHAPE_ONLY = {f"{kind}_like" for kind in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")} | {
-    f"new_{kind}" for kind in ("zeros", "ones", "empty", "full", "empty_strided")
-}
 
 
 class CannotCutError(ValueError):
@@ -74,14 +67,12 @@ class Recording:
         sources: what the loss, the logged values, the outputs and the state that the step leaves behind rest on.
         gradients_from: the unit outputs that the loss reaches first, walking back through autograd.
         written_buffers: names of buffers outside of units that the step changes.
-        real: whether the step had to run on numbers.
     """
 
     calls: dict[str, Call]
     sources: frozenset[Source]
     gradients_from: frozenset[Source]
     written_buffers: list[str]
-    real: bool = False
 
 
 class _Mark(torch.autograd.Function):
@@ -94,78 +85,6 @@ class _Mark(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors in lists, tuples, sets, dictionaries and queues, however deep."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        for item in value:
-            yield from tensors_in(item)
-    elif batches._is_container(value):
-        for _, item in batches._children(value):
-            yield from tensors_in(item)
-
-
-class _Tracker(compat.TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside: str | None = None
-        self.touched: set[Source] = set()
-        self.everything_since: set[Source] = set()  # read by the program: all that follows may rest on it
-        self.written: set[int] = set()
-        self._sources: dict[int, frozenset[Source]] = {}
-        self._alive: list[Any] = []
-
-    @staticmethod
-    def _storage(tensor: Tensor) -> Any:
-        return tensor.untyped_storage() if tensor.layout is torch.strided else None
-
-    def key(self, tensor: Tensor) -> int:
-        storage = self._storage(tensor)
-        return storage._cdata if storage is not None else id(tensor)
-
-    def sources(self, tensor: Tensor) -> frozenset[Source]:
-        return self._sources.get(self.key(tensor), frozenset())
-
-    def assign(self, tensor: Tensor, sources: Iterable[Source]) -> None:
-        self._alive.append(self._storage(tensor) or tensor)  # or the address would be used again
-        self._sources[self.key(tensor)] = frozenset(sources)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        name = func._schema.name.rpartition("::")[2]
-        given = [*tensors_in(args), *tensors_in(kwargs)]
-        sources: set[Source] = set(self.everything_since)
-        if name not in SHAPE_ONLY:
-            for tensor in given:
-                sources |= self.sources(tensor)
-        if self.inside is not None:
-            self.touched |= sources
-            sources.add(("inside", self.inside))
-        if name in ("_local_scalar_dense", "equal", "is_nonzero"):
-            self.everything_since |= sources - {("inside", self.inside)}
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                self._write(value, sources)
-        for argument in func._schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write and argument.name in kwargs:
-                self._write(kwargs[argument.name], sources)
-        known = {self.key(tensor) for tensor in given}
-        for tensor in tensors_in(out):
-            if self.key(tensor) not in known:
-                self.assign(tensor, sources)
-        return out
-
-    def _write(self, value: Any, sources: set[Source]) -> None:
-        for tensor in tensors_in(value):
-            self.assign(tensor, self.sources(tensor) | sources)
-            self.written.add(self.key(tensor))
 
 
 @contextmanager
@@ -217,7 +136,7 @@ def _memory_order(tensor: Tensor) -> tuple[int, ...]:
 class _Run:
     """The hooks of one recording run."""
 
-    def __init__(self, root: nn.Module, units: list[Unit], tracker: _Tracker) -> None:
+    def __init__(self, root: nn.Module, units: list[Unit], tracker: Tracker) -> None:
         self.root, self.units, self.tracker = root, units, tracker
         self.calls: dict[str, Call] = {}
         self.outputs: dict[Source, Tensor] = {}
@@ -291,6 +210,7 @@ def record(
     args: tuple[Any, ...],
     context: Callable[[], Any] = nullcontext,
     logged: Callable[[], Iterable[Any]] = tuple,
+    whole: bool = True,
 ) -> Recording:
     """Run ``root.<step>(*args)`` once and leave no trace of it.
 
@@ -300,6 +220,7 @@ def record(
         args: the step's arguments, with a micro-batch in the place of the batch.
         context: a context for the step, such as autocast.
         logged: gives the values that the step has logged; ``root.log`` has been replaced by the caller.
+        whole: whether the model still has all its numbers, so that the step may run for real.
 
     Raises:
         CannotCutError: for what no cut can do.
@@ -309,11 +230,16 @@ def record(
     except CannotCutError:
         raise
     except Exception as error:
+        first_line = (str(error).splitlines() or [""])[0]
+        if not whole:
+            raise CannotCutError(
+                f"{step} asks tensors for their numbers ({type(error).__name__}: {first_line}), so a batch of another form cannot be "
+                "looked at any more. Give it batches of one shape (drop_last=True), or change the step."
+            ) from error
         recording = _record(root, units, step, args, context, logged, fake=False)
-        recording.real = True
-        recording_note = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         rank_zero_info(
-            f"{step} needs numbers ({recording_note}), so it ran once on a real micro-batch to find out where the model can be cut."
+            f"{step} needs numbers ({type(error).__name__}: {first_line}), so it ran once on a real micro-batch to find out where the "
+            "model can be cut."
         )
         return recording
 
@@ -328,7 +254,7 @@ def _record(
     fake: bool,
 ) -> Recording:
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True) if fake else None
-    tracker = _Tracker()
+    tracker = Tracker()
     run = _Run(root, units, tracker)
     inside = {m for unit in units for m in unit.module.modules()}
     with ExitStack() as stack:

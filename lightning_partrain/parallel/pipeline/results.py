@@ -83,12 +83,12 @@ def _reduced(values: list[Any], weights: list[int], reduce: Any) -> Any:
     if isinstance(values[0], Metric) or len(values) == 1:
         return values[-1]
     how = reduce if isinstance(reduce, str) else getattr(reduce, "__name__", str(reduce))
-    stacked = torch.stack([torch.as_tensor(value).reshape(()) for value in values])
     if how in ("mean", "avg"):
-        wide = stacked if stacked.is_floating_point() else stacked.double()
-        scale = torch.tensor(weights, dtype=wide.dtype, device=wide.device)
-        return (wide * scale).sum() / scale.sum()
-    if how in ("sum", "min", "max"):
+        return batches.weighted_mean(values, weights)
+    if how == "sum":
+        return sum(values)
+    if how in ("min", "max"):
+        stacked = torch.stack([torch.as_tensor(value).reshape(()) for value in values])
         return getattr(stacked, how)()
     return values[-1]  # Lightning refuses it when it is logged
 

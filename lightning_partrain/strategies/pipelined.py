@@ -1,0 +1,231 @@
+"""Strategies whose ranks may be stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_partrain import compat
+from lightning_partrain.checkpoint import full
+from lightning_partrain.numerics import StageNorm
+from lightning_partrain.parallel.buffers import SharedBuffers
+from lightning_partrain.parallel.pipeline import state
+from lightning_partrain.parallel.pipeline.pipeline import Pipeline, Split
+from lightning_partrain.parallel.pipeline.schedule import Schedule
+from lightning_partrain.parallel.pipeline.tied import TiedGradients
+from lightning_partrain.strategies import audit
+from lightning_partrain.strategies.base import MeshStrategy
+from lightning_partrain.strategies.first_batch import first_steps
+
+
+class PipelinedStrategy(MeshStrategy):
+    """Cuts the model before the layout is made, runs the steps through a schedule, and puts the parts together again.
+
+    With one stage and ``num_microbatches="auto"`` it is a :class:`MeshStrategy`.
+
+    Args:
+        num_microbatches, schedule, pipeline_split: see :class:`Hybrid3DStrategy`.
+        process_group_backend, timeout: see :class:`RankStrategy`.
+    """
+
+    def __init__(
+        self,
+        num_microbatches: int | Literal["auto"],
+        schedule: Schedule,
+        pipeline_split: Literal["auto"] | dict[str, Any],
+        process_group_backend: str | None,
+        timeout: timedelta | float,
+    ) -> None:
+        super().__init__(process_group_backend, timeout)
+        if num_microbatches != "auto" and (
+            not isinstance(num_microbatches, int) or isinstance(num_microbatches, bool) or num_microbatches < 1
+        ):
+            raise ValueError(
+                f"num_microbatches must be 'auto' or a whole number of at least 1, not {num_microbatches!r}."
+            )
+        if schedule not in ("gpipe", "1f1b"):
+            raise ValueError(f"schedule={schedule!r} does not exist. Choose 'gpipe' or '1f1b'.")
+        self.num_microbatches = num_microbatches
+        self.schedule = schedule
+        self.split = Split.parse(pipeline_split)
+        self.pipeline: Pipeline | None = None
+        self._optimizer_homes: dict[str, int] | None = None  # also after the run: optimizers keep their stage's state
+
+    def check_micro_batches(self, stages: int) -> None:
+        """Raise for a schedule that ``num_microbatches`` cannot fill.
+
+        Raises:
+            ValueError: for 1F1B with fewer micro-batches than ``stages``.
+        """
+        if self.schedule == "1f1b" and self.num_microbatches != "auto" and self.num_microbatches < stages:
+            raise ValueError(
+                f"schedule='1f1b' needs at least as many micro-batches as stages, but num_microbatches={self.num_microbatches} and "
+                f"there are {stages} stages. Use num_microbatches={stages} or more, or schedule='gpipe'."
+            )
+
+    @property
+    def pipelined(self) -> bool:
+        assert self.mesh is not None
+        return self.mesh.sizes.pp > 1 or self.num_microbatches not in ("auto", 1)
+
+    @cached_property
+    def _stage_host_group(self) -> dist.ProcessGroup | None:
+        """The stages of this data-parallel rank, for tensors on the host."""
+        assert self.mesh is not None
+        if self.mesh.sizes.pp == 1:
+            return None
+        if self.process_group_backend == "gloo":
+            return self.mesh.group("pp")
+        return self.mesh.new_groups("pp", range(self.mesh.sizes.pp), backend="gloo", timeout=self.timeout)
+
+    def cut(self, trainer: Any) -> SharedBuffers:
+        if not self.pipelined:
+            return super().cut(trainer)
+        assert self.mesh is not None and self.lightning_module is not None
+        audit.audit_pipeline(trainer)
+        seed = self.broadcast(int(torch.randint(1 << 62, ())))
+        pipeline = Pipeline(
+            self.lightning_module,
+            self.mesh,
+            self.num_microbatches,
+            self.schedule,
+            self.split,
+            self._contexts(),
+            self._stage_host_group,
+            self.root_device,
+            seed,
+        )
+        steps = first_steps(trainer)
+        if not steps:
+            return super().cut(trainer)
+        pipeline.make_cut(steps)
+        pipeline.empty()
+        self.pipeline = pipeline
+        return SharedBuffers(
+            self.lightning_module,
+            self.mesh.data_parallel_group,
+            {name for name, home in pipeline.buffer_lives.items() if home == pipeline.index},
+        )
+
+    def share_metrics(self) -> None:
+        if self.pipeline is not None:
+            self.pipeline.share_metrics()
+
+    def _attach_optimizers(self) -> None:
+        super()._attach_optimizers()
+        self._optimizer_homes = None
+        if self.pipeline is None:
+            return
+        if self.pipeline.stages > 1:
+            self._optimizer_homes = {name: self.pipeline.home(name) for name in self.pipeline.lives}
+        assert self.pipeline.stage is not None and self.model_parallel is not None and self.mesh is not None
+        for optimizer in self.optimizers:  # some make their state at once
+            for param in self.pipeline.absent:
+                compat.unwrap_optimizer(optimizer).state.pop(param, None)
+        present = self.model_parallel.named_parameters()
+        elsewhere = {param for name, param in present.items() if self.pipeline.home(name) != self.pipeline.index}
+        dtype = torch.float32
+        for param in self.pipeline.module.parameters():
+            dtype = torch.promote_types(dtype, param.dtype)
+        self._stage_norm = StageNorm(
+            self.mesh.group("pp"), lambda param: param not in elsewhere, dtype, self.root_device
+        )
+        self._tied = TiedGradients(self.pipeline.lives, self.mesh)
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        if self.pipeline is not None and self.pipeline.stage is not None:
+            assert self.model_parallel is not None
+            self.pipeline.stage.install(
+                self.model_parallel.around_stage
+            )  # last, around whatever else wraps the modules
+
+    def _train(self, *args: Any, **kwargs: Any) -> Any:
+        if self.pipeline is None:
+            return super()._train(*args, **kwargs)
+        assert self.model_parallel is not None and self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self.model_parallel.begin_schedule()
+        output = self.pipeline.run("training_step", args, training=True, scale=1.0 / trainer.accumulate_grad_batches)
+        self.model_parallel.end_schedule()
+        return output
+
+    def _compute_gradients(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        if self.pipeline is None:
+            super()._compute_gradients(closure_loss, optimizer, *args, **kwargs)
+            return
+        assert self.model_parallel is not None
+        self.model_parallel.add_gradients()
+
+    def _complete_gradients(self, last_of_window: bool) -> None:
+        super()._complete_gradients(last_of_window)
+        if self.pipeline is not None and last_of_window:
+            assert self.model_parallel is not None
+            self._tied.add_up(self.model_parallel.named_parameters())
+
+    def _evaluate(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        if self.pipeline is None:
+            return super()._evaluate(step, *args, **kwargs)
+        with torch.no_grad():
+            return self.pipeline.run(step, args, training=False)
+
+    @property
+    def _first_replica(self) -> bool:
+        """Whether this rank is of the first data-parallel replica, whose stages make a checkpoint together."""
+        assert self.mesh is not None
+        return self.mesh.data_parallel_rank == 0
+
+    def _whole_state(self) -> dict[str, Any]:
+        if self.pipeline is None or self._stage_host_group is None:
+            return super()._whole_state()
+        assert self.model_parallel is not None
+        own = self.model_parallel.state_dict(keep=self._first_replica)
+        if not self._first_replica:
+            return {}
+        return state.collect(state.state_homes(self.pipeline), own, self._stage_host_group)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        if self._optimizer_homes is None or self._stage_host_group is None:
+            return super().optimizer_state(optimizer)
+        optimizer = compat.unwrap_optimizer(optimizer)
+        own = full.full_optimizer_state(optimizer, self._stepped, keep=self._first_replica)
+        if not self._first_replica:
+            return {}
+        names = self._parameter_names(optimizer)
+        homes = {index: self._optimizer_homes.get(name, 0) for index, name in enumerate(names)}
+        return {**own, "state": state.collect(homes, own["state"], self._stage_host_group)}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self.pipeline is None:
+            super().load_model_state_dict(checkpoint, strict)
+            return
+        with state.without_absent(self.pipeline) as absent:
+            here = {name: value for name, value in checkpoint["state_dict"].items() if name not in absent}
+            super().load_model_state_dict({"state_dict": here}, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self.pipeline is None:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        saved = []
+        for optimizer, whole in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            params = [p for group in compat.unwrap_optimizer(optimizer).param_groups for p in group["params"]]
+            here = {i: values for i, values in whole["state"].items() if params[int(i)] not in self.pipeline.absent}
+            saved.append({**whole, "state": here})
+        super().load_optimizer_state_dict({"optimizer_states": saved})
+
+    def join(self) -> None:
+        if self.pipeline is not None and self.pipeline.stages > 1:
+            state.make_whole(self.pipeline)
+
+    def teardown(self) -> None:
+        if self.pipeline is not None and self.pipeline.stage is not None:
+            self.pipeline.stage.remove()
+        super().teardown()
+        self.pipeline, self._stage_norm = None, None
