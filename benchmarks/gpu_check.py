@@ -96,6 +96,21 @@ def main() -> None:
                 {"precision": "bf16-mixed"},
             )
         )
+        paths.append(
+            (
+                f"hybrid_3d zero_stage={stage} num_microbatches=4",
+                Hybrid3DStrategy(zero_stage=stage, num_microbatches=4),
+                {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0},
+            )
+        )
+        if int(os.environ["WORLD_SIZE"]) % 2 == 0:
+            paths.append(
+                (
+                    f"hybrid_3d zero_stage={stage} pipeline_parallel_size=2",
+                    Hybrid3DStrategy(zero_stage=stage, pipeline_parallel_size=2, num_microbatches=4),
+                    {"gradient_clip_val": 1.0},
+                )
+            )
     rows = [run(name, strategy, **options) for name, strategy, options in paths]
     if int(os.environ["LOCAL_RANK"]) == 0:
         for row in rows:

@@ -91,10 +91,11 @@ class ParallelSizes:
         size = world_size // stages if data_parallel_size == "auto" else data_parallel_size
         if size * stages != world_size:
             both = f"data_parallel_size={size}" + (f" with pipeline_parallel_size={stages}" if stages > 1 else "")
-            left = f" and pipeline_parallel_size={world_size // size}" if world_size % size == 0 else ""
+            fitting = f"{world_size // stages} or 'auto'" if world_size % stages == 0 else "'auto'"
+            other = f" and pipeline_parallel_size={world_size // size}" if world_size % size == 0 else ""
             raise ValueError(
                 f"{both} needs {size * stages} processes, but devices x num_nodes gives {world_size}. "
-                f"Set data_parallel_size='auto'{f', or keep it{left}' if left else ''}, or start {size * stages} processes."
+                f"Set data_parallel_size={fitting}{f', or keep it{other}' if other else ''}, or start {size * stages} processes."
             )
         if size % replicas:
             fitting = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)

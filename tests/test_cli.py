@@ -30,6 +30,10 @@ ARGUMENTS = {
     "data_parallel_replicate_size": 1,
     "zero_stage": 1,
     "reduce": "window",
+    "pipeline_parallel_size": "auto",
+    "num_microbatches": "auto",
+    "schedule": "1f1b",
+    "pipeline_split": "auto",
     "process_group_backend": None,
     "timeout": 1800.0,
 }
