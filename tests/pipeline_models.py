@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from tests.models import BATCH, BATCHES, Base, Case
+from tests.models import Base, Case
 
 
 class Transformers(Base):
@@ -126,6 +127,49 @@ HUGGING_FACE: dict[str, tuple[Callable[[Any], nn.Module], Callable[[Any, Any], T
     "convnext": (
         lm("ConvNextConfig", "AutoModelForImageClassification", hidden_sizes=[4, 6, 8, 8], depths=[1, 2, 2, 1], patch_size=2, num_labels=5, image_size=32),
         lambda model, batch: classified(model, batch, 3, 32),
+        True,
+    ),
+}  # fmt: skip
+
+
+def heard(model: nn.Module, batch: Any) -> Tensor:
+    """Five labels a sample; the sum over samples that the model gives, as a mean."""
+    sound = image(batch, 1, 20).flatten(1)
+    labels = (batch[1][:, None] + torch.arange(3, device=sound.device)) % 7 + 1
+    return model(input_values=sound, labels=labels).loss / len(sound)
+
+
+def contrasted(model: nn.Module, batch: Any) -> Tensor:
+    tokens = (batch[1][:, None] + torch.arange(6, device=batch[1].device)) % 96
+    return model(input_ids=tokens, pixel_values=image(batch, 3, 16), return_loss=True).loss
+
+
+#: Tried at the end, without looking at their code before.
+TRIED_LATER: dict[str, tuple[Callable[[Any], nn.Module], Callable[[Any, Any], Tensor], bool]] = {
+    "bart": (
+        lm("BartConfig", "AutoModelForSeq2SeqLM", vocab_size=96, d_model=16, encoder_layers=3, decoder_layers=3, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=32, dropout=0.0),
+        sequence,
+        True,
+    ),
+    "falcon": (lm("FalconConfig", **SMALL, num_attention_heads=2, new_decoder_architecture=True, num_kv_heads=1, alibi=False), causal, True),
+    "swin": (
+        lm("SwinConfig", "AutoModelForImageClassification", image_size=16, patch_size=2, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=4, num_labels=5, drop_path_rate=0.0),
+        classified,
+        True,
+    ),
+    "wav2vec2": (
+        lm("Wav2Vec2Config", "AutoModelForCTC", vocab_size=12, hidden_size=16, num_hidden_layers=4, **HEADS, conv_dim=(8, 8), conv_stride=(4, 2), conv_kernel=(8, 4), num_feat_extract_layers=2, num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0,
+            final_dropout=0.0, layerdrop=0.0, mask_time_prob=0.0, apply_spec_augment=False, pad_token_id=0),
+        heard,
+        True,
+    ),
+    "clip": (
+        lambda t: t.CLIPModel(t.CLIPConfig(
+            text_config={"vocab_size": 96, "hidden_size": 16, "num_hidden_layers": 3, **HEADS, "max_position_embeddings": 16, "eos_token_id": 95, "projection_dim": 8},
+            vision_config={"hidden_size": 16, "num_hidden_layers": 3, **HEADS, "image_size": 16, "patch_size": 8, "projection_dim": 8},
+            projection_dim=8,
+        )),
+        contrasted,
         True,
     ),
 }  # fmt: skip
@@ -395,14 +439,15 @@ class TiedByModule(Base):
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens[:, 1:].flatten())
 
 
+#: What takes numbers in place of tokens.
+NUMBERS = ("vit", "convnext", "swin", "wav2vec2", "clip")
+
 PIPELINE_CASES: dict[str, Case] = {
     **{
         name: Case(
-            lambda build=build, loss=loss: Transformers(build, loss),
-            loss is not classified and name not in ("vit", "convnext"),
-            inside,
-        )  # type: ignore[misc]
-        for name, (build, loss, inside) in HUGGING_FACE.items()
+            partial(Transformers, build, loss), tokens=name not in NUMBERS, float32_inside=inside, random=name == "clip"
+        )
+        for name, (build, loss, inside) in {**HUGGING_FACE, **TRIED_LATER}.items()
     },
     "cnn": Case(ConvolutionNet),
     "unet": Case(UNet),
@@ -417,5 +462,3 @@ PIPELINE_CASES: dict[str, Case] = {
     "batch_norm_net": Case(BatchNormNet, random=True),
     "tied_by_module": Case(TiedByModule, tokens=True),
 }
-
-assert BATCH * BATCHES

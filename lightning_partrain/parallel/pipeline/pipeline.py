@@ -28,7 +28,7 @@ from lightning_partrain.parallel.pipeline.record import CannotCutError, Recordin
 from lightning_partrain.parallel.pipeline.results import LogBook, Messages, share_metrics
 from lightning_partrain.parallel.pipeline.schedule import Schedule, build_schedule, run_one_stage
 from lightning_partrain.parallel.pipeline.stage import Stage, empty_of_numbers
-from lightning_partrain.parallel.pipeline.units import block_lists, find_units
+from lightning_partrain.parallel.pipeline.units import Unit, block_lists, find_units
 
 Context = Callable[[], Any]
 
@@ -101,6 +101,7 @@ class Pipeline:
         self.stages, self.index = mesh.size("pp"), mesh.rank("pp")
         self.messages = Messages(mesh.group("pp"), host_group, device) if host_group is not None else None
         self.units = find_units(module, split.blocks)
+        self._opened: set[str] = set()
         self._steps: dict[Hashable, tuple[Recording, Flow]] = {}
         self._schedules: dict[Hashable, Any] = {}
         self.cut: Cut | None = None
@@ -121,14 +122,13 @@ class Pipeline:
         lists = block_lists(self.module)
         if self.split.blocks is not None and self.split.blocks not in lists:
             raise CannotCutError(f"pipeline_split blocks={self.split.blocks!r} is no list of layers. {_known(lists)}")
-        recordings = []
-        for name, args in steps:
-            sizes = self._sizes(args[0], exact=name == "training_step")
-            part = batches.split(args[0], sizes)[0]
-            with _mode_of(self.module, name):
-                key, recording = self._key(name, part, args), self._record(name, (part, *args[1:]))
-            recordings.append((key, recording))
+        recordings = self._look_at(steps)
         calls = list(recordings[0][1].calls)
+        while self.split.blocks is None and self.stages > 1 and (unit := self._too_large(calls)) is not None:
+            self._opened.add(unit.name)
+            self.units = find_units(self.module, opened=self._opened)
+            recordings = self._look_at(steps)
+            calls = list(recordings[0][1].calls)
         if not any(unit.block for unit in self.units if unit.name in calls) and self.stages > 1:
             raise CannotCutError(
                 f"No list of layers (nn.ModuleList or nn.Sequential) was found between whose members {steps[0][0]} could be cut. "
@@ -150,6 +150,27 @@ class Pipeline:
         self.written_buffers = sorted({name for _, recording in recordings for name in recording.written_buffers})
         self.stage = Stage(self.module, self.units, cut, self.index, self.device, self._finish)
         self._tell()
+
+    def _look_at(self, steps: Sequence[tuple[str, tuple[Any, ...]]]) -> list[tuple[Hashable, Recording]]:
+        recordings = []
+        for name, args in steps:
+            sizes = self._sizes(args[0], exact=name == "training_step")
+            part = batches.split(args[0], sizes)[0]
+            with _mode_of(self.module, name):
+                key, recording = self._key(name, part, args), self._record(name, (part, *args[1:]))
+            recordings.append((key, recording))
+        return recordings
+
+    def _too_large(self, calls: list[str]) -> Unit | None:
+        """A block that holds a list of layers itself and is larger than a stage should be, or stands for too few stages."""
+        called = [unit for unit in self.units if unit.name in calls]
+        blocks = [unit for unit in called if unit.block is not None]
+        lists = [unit for unit in blocks if block_lists(unit.module)]
+        share = sum(unit.numel for unit in called) / self.stages
+        largest = max(lists, key=lambda unit: unit.numel, default=None)
+        if largest is None or (len(blocks) >= self.stages and largest.numel <= share):
+            return None
+        return largest
 
     def _record(self, name: str, args: tuple[Any, ...]) -> Recording:
         book = LogBook(self.module)
