@@ -1,13 +1,14 @@
 """How much faster two pipeline stages are than one process, one core a process.
 
-`python -m benchmarks.pipeline_speed [--pairs 7]`: the benchmark GPT (6 layers, width 192), 8 micro-batches of 4 samples of 64 bytes,
-beside one process that runs the same micro-batches one after the other, and beside one process that runs the batch whole. With 8
-micro-batches, two stages that cost the same and no communication give 2 * 8 / 9 = 1.78.
+`python -m benchmarks.pipeline_speed [--pairs 7]`: the benchmark GPT (6 layers, width 192), 8 micro-batches of 16 (and of 4) samples of 64
+bytes, beside one process that runs the same micro-batches one after the other, and beside one process that runs the batch whole. With
+8 micro-batches, two stages that cost the same and no communication give 2 * 8 / 9 = 1.78.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -23,12 +24,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--batch-size", type=int, default=32, help="samples of 64 bytes")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[128, 32], help="samples of 64 bytes")
     arguments = parser.parse_args()
 
-    def median_step(ranks: int, strategy: Callable[[], Any]) -> float:
+    def median_step(ranks: int, strategy: Callable[[], Any], samples: int) -> float:
         contestant = Contestant(benchmark_gpt, strategy)
-        fit = run_ranks(ranks, lambda _: contestant.median_step(ranks, arguments.steps, arguments.batch_size), 600)
+        fit = run_ranks(ranks, lambda _: contestant.median_step(ranks, arguments.steps, samples), 600)
         return max(fit)
 
     def stages(schedule: Any) -> Callable[[], Any]:
@@ -40,20 +41,25 @@ def main() -> None:
         return Hybrid3DStrategy(num_microbatches=MICRO_BATCHES, zero_stage=0)
 
     rows = []
-    for name, limit, ours, theirs in (
+    contests: list[tuple[str, str, Callable[[], Any], Callable[[], Any]]] = [
         ("pp2 1f1b / same micro-batches", "1.5", stages("1f1b"), one_after_the_other),
         ("pp2 1f1b / whole batch", "1.4", stages("1f1b"), lambda: "auto"),
         ("pp2 gpipe / same micro-batches", "", stages("gpipe"), one_after_the_other),
-    ):
+    ]
+    for samples, (name, limit, ours, theirs) in itertools.product(arguments.batch_sizes, contests):
         pairs = []
         for number in range(arguments.pairs):
             order = ("ours", "theirs") if number % 2 == 0 else ("theirs", "ours")
-            seconds = {who: median_step(2, ours) if who == "ours" else median_step(1, theirs) for who in order}
+            seconds = {
+                who: median_step(2, ours, samples) if who == "ours" else median_step(1, theirs, samples)
+                for who in order
+            }
             pairs.append((seconds["ours"], seconds["theirs"]))
         faster = [b / a for a, b in pairs]
         rows.append(
             {
                 "row": name,
+                "batch": samples,
                 "at_least": limit,
                 "ours_ms": round(statistics.median(a for a, _ in pairs) * 1e3, 1),
                 "theirs_ms": round(statistics.median(b for _, b in pairs) * 1e3, 1),

@@ -300,3 +300,63 @@ def test_random_numbers_do_not_depend_on_the_layout(stages: int, replicas: int) 
         for name, value in alone.items():
             assert torch.equal(ours[name], repeated[name]), "the same run twice, bit for bit"
             torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_16_bit_formats_cross_the_boundary_as_they_are(precision: Any) -> None:
+    """What autocast makes of each output is seen when the model is cut; token numbers stay whole numbers."""
+
+    def fit(strategy: Any, devices: int) -> list[float]:
+        torch.manual_seed(0)
+        module = Lengths()
+        losses = Losses()
+        tokens = stream([[torch.arange(48).view(8, 6) % 20]] * 3)
+        trainer(strategy(), devices, precision=precision, callbacks=[losses]).fit(module, tokens)
+        return losses.seen
+
+    expected = run_ranks(1, lambda _: fit(lambda: Hybrid3DStrategy(num_microbatches=4), 1))[0]
+    for ours in run_ranks(2, lambda _: fit(pipeline, 2)):
+        assert ours == pytest.approx(expected, rel=1e-6)
+
+
+class Losses(pl.Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, run: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+
+class Recurrent(Base):
+    """Blocks that return tuples, of which a part is handed on; one frozen until the second epoch."""
+
+    optimizer = "sgd"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(6, 6, batch_first=True) for _ in range(3))
+        self.layers[0].requires_grad_(False)
+        self.head = nn.Linear(6, 5)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.layers[0].requires_grad_(True)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, state = batch[0].unflatten(1, (2, 6)), None
+        for layer in self.layers:
+            x, state = layer(x, state)
+        return F.cross_entropy(self.head(x[:, -1] + state[0][0]), batch[1])
+
+
+def test_gradients_follow_when_a_frozen_layer_is_released() -> None:
+    def fit(strategy: Any, devices: int) -> Any:
+        torch.manual_seed(0)
+        module = Recurrent()
+        trainer(strategy(), devices, precision="64-true", max_epochs=3).fit(module, loader())
+        return {n: p.detach().clone() for n, p in module.named_parameters()}
+
+    expected = one_process(fit)
+    for ours in run_ranks(3, lambda _: fit(lambda: pipeline(3), 3)):
+        for name, value in expected.items():
+            torch.testing.assert_close(ours[name], value, rtol=1e-10, atol=1e-12)
