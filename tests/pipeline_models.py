@@ -11,6 +11,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from tests.models import Base, Case
@@ -365,6 +366,22 @@ class Dropout(Base):
         return F.cross_entropy(self.head(F.dropout(x.mean(1), 0.3, self.training)), batch[1])
 
 
+class Checkpointed(Dropout):
+    """Computes its layers again in the backward pass, with the same dropout."""
+
+    again = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = self.encoder.layers
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.drop(self.embed(batch[0].unflatten(1, (2, 6))))
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)
+        return F.cross_entropy(self.head(x.mean(1)), batch[1])
+
+
 class Records(Dataset):
     """Samples as dictionaries with a mask, a string and a None."""
 
@@ -458,6 +475,7 @@ PIPELINE_CASES: dict[str, Case] = {
     "two_outputs": Case(TwoOutputs),
     "frozen_outside": Case(FrozenOutside),
     "dropout": Case(Dropout, random=True),
+    "checkpointed": Case(Checkpointed, random=True),
     "dictionary": Case(DictionaryBatch, loader=records),
     "batch_norm_net": Case(BatchNormNet, random=True),
     "tied_by_module": Case(TiedByModule, tokens=True),

@@ -15,6 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_partrain.strategies import Hybrid3DStrategy
 from tests.harness import run_ranks, trainer
 from tests.models import Base
+from tests.pipeline_models import Checkpointed
 
 
 def samples(count: int = 48, width: int = 12) -> tuple[Tensor, Tensor]:
@@ -360,3 +361,16 @@ def test_gradients_follow_when_a_frozen_layer_is_released() -> None:
     for ours in run_ranks(3, lambda _: fit(lambda: pipeline(3), 3)):
         for name, value in expected.items():
             torch.testing.assert_close(ours[name], value, rtol=1e-10, atol=1e-12)
+
+
+def test_what_is_computed_again_draws_the_same_numbers() -> None:
+    def fit(again: bool) -> Any:
+        torch.manual_seed(0)
+        module = Checkpointed()
+        module.again = again
+        trainer(pipeline(), 2, precision="64-true", max_steps=3).fit(module, loader())
+        return {n: p.detach().clone() for n, p in module.named_parameters()}
+
+    for with_checkpointing, without in run_ranks(2, lambda _: (fit(True), fit(False))):
+        for name, value in without.items():
+            torch.testing.assert_close(with_checkpointing[name], value, rtol=1e-12, atol=1e-14)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_partrain
@@ -205,6 +206,14 @@ class CallsInside(Blocks):
         self.blocks = nn.ModuleList(self.Block([self.shared]) for _ in range(2))
 
 
+class Reentrant(Blocks):
+    def body(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
 class NoList(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -229,6 +238,7 @@ class NoList(Base):
         (Appends, "training_step leaves a tensor behind in 'kept'.*on_..._batch_end"),
         (TakesIterator, "dataloader_iter.*Take batch and batch_idx"),
         (CallsInside, "'shared' is called from inside 'blocks.0'"),
+        (Reentrant, "'blocks.0' is called inside of reentrant.*use_reentrant=False"),
         (NoList, "No list of layers.*Modules that it calls: first, second"),
         (lambda: Blocks(1), "No list of layers"),
         (lambda: nn_sequential_of_one_kind(), "needs 2 blocks|No list of layers"),

@@ -35,6 +35,9 @@ Context = Callable[[], Any]
 #: ``num_microbatches="auto"`` makes up to so many micro-batches a stage: a bubble of at most a fifth of the step.
 PER_STAGE = 4
 
+#: Schedules with their receive buffers are kept for so many shapes of batches.
+KEPT = 16
+
 
 @dataclass(frozen=True)
 class Split:
@@ -257,15 +260,32 @@ class Pipeline:
             window = slice(self._done, self._done + same)
             key = self._key(name, parts[self._done], args)
             if key not in self._steps:
-                recording = self._record(name, (parts[self._done], *args[1:]))
-                assert self.cut is not None
-                self._steps[key] = (recording, Flow(recording, self.cut))
+                self._steps[key] = self._look_again(name, (parts[self._done], *args[1:]))
             recording, flow = self._steps[key]
             calls = [self._call(name, (part, *args[1:])) for part in parts[window]]
             self.stage.prepare(recording, flow, calls, seeds[window])
-            self._run_schedule(key, flow, same, training)
+            with self.stage.stepping():
+                self._run_schedule(key, flow, same, training)
             self._done += same
-        return self._share(sizes, name)
+        return self._share(sizes)
+
+    def _look_again(self, name: str, args: tuple[Any, ...]) -> tuple[Recording, Flow]:
+        """At a batch of another form than those before.
+
+        Raises:
+            CannotCutError: when the step then needs parameters that the cut has put elsewhere.
+        """
+        assert self.cut is not None
+        recording = self._record(name, args)
+        flow = Flow(recording, self.cut)
+        for stage, names in enumerate(flow.parameters):
+            elsewhere = sorted(param for param in names if stage not in self.lives[param])
+            if elsewhere:
+                raise CannotCutError(
+                    f"{name} uses {elsewhere[0]!r} on stage {stage} for this batch, but did not for the first one, by which the model was cut. "
+                    "A pipeline needs steps that go through the same modules every time."
+                )
+        return recording, flow
 
     def _call(self, name: str, args: tuple[Any, ...]) -> Callable[[], Any]:
         step = getattr(self.module, name)
@@ -282,8 +302,9 @@ class Pipeline:
             run_one_stage(self.stage, number, training)
             return
         place = (key, number, training)
-        if place not in self._schedules:
-            self._schedules[place] = build_schedule(
+        schedule = self._schedules.pop(place, None)
+        if schedule is None:
+            schedule = build_schedule(
                 self.stage,
                 self.mesh.group("pp"),
                 flow.crossing,
@@ -293,9 +314,12 @@ class Pipeline:
                 training,
                 self.device,
             )
+        self._schedules[place] = schedule  # the last used is the last to go
+        if len(self._schedules) > KEPT:
+            del self._schedules[next(iter(self._schedules))]
         index = torch.arange(number)
         try:
-            self._schedules[place].step(mb=index, target=index if training else None, return_outputs=False)
+            schedule.step(mb=index, target=index if training else None, return_outputs=False)
         except RuntimeError as error:
             if error.__cause__ is not None and "failed to run forward" in str(error):
                 raise error.__cause__  # torch wraps what the user's step raised  # noqa: B904
@@ -313,7 +337,7 @@ class Pipeline:
             )
         return loss * self._weights[self._done + index]
 
-    def _share(self, sizes: list[int], name: str) -> Any:
+    def _share(self, sizes: list[int]) -> Any:
         """Join outputs and logs on the last stage, give them to all, and log once."""
         last = self.index == self.stages - 1
         joined = (batches.join(self._outputs, sizes), self._book.joined(sizes)) if last else None

@@ -110,23 +110,6 @@ def _state_kept(root: nn.Module) -> Iterator[None]:
             value.extend(before) if isinstance(value, (list, deque)) else value.update(before)
 
 
-def _reached(tensors: Iterable[Any], marks: dict[Any, Source]) -> frozenset[Source]:
-    """The marks that ``tensors`` reach first in the autograd graph."""
-    waiting = [t.grad_fn for t in tensors if isinstance(t, Tensor) and t.grad_fn is not None]
-    seen = set(waiting)
-    found = set()
-    while waiting:
-        node = waiting.pop()
-        if node in marks:
-            found.add(marks[node])
-            continue
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-    return frozenset(found)
-
-
 def _memory_order(tensor: Tensor) -> tuple[int, ...]:
     """Dimensions from the outermost to the innermost in memory; as they are where memory overlaps."""
     order = tuple(sorted(range(tensor.ndim), key=lambda dim: (-tensor.stride()[dim], dim)))
@@ -136,12 +119,12 @@ def _memory_order(tensor: Tensor) -> tuple[int, ...]:
 class _Run:
     """The hooks of one recording run."""
 
-    def __init__(self, root: nn.Module, units: list[Unit], tracker: Tracker) -> None:
-        self.root, self.units, self.tracker = root, units, tracker
+    def __init__(self, tracker: Tracker) -> None:
+        self.tracker, self.training = tracker, torch.is_grad_enabled()
         self.calls: dict[str, Call] = {}
         self.outputs: dict[Source, Tensor] = {}
         self.marks: dict[Any, Source] = {}
-        self._keys: list[tuple[Call, int, int]] = []
+        self.without_grad: list[str] = []
 
     def wrap(self, unit: Unit) -> Callable[..., Any]:
         original, tracker = unit.module.forward, self.tracker
@@ -157,6 +140,8 @@ class _Run:
                     f"{unit.name!r} is called from inside {tracker.inside!r}, so the two cannot be separated. Register it as a part of "
                     "that module, or use pipeline_parallel_size=1."
                 )
+            if self.training and not torch.is_grad_enabled():
+                self.without_grad.append(unit.name)
             tracker.inside, tracker.touched = unit.name, set()
             try:
                 out = original(*args, **kwargs)
@@ -172,13 +157,38 @@ class _Run:
                         f"{unit.name!r} returns a {type(leaf).__name__}, which cannot be sent to another stage. Return tensors, plain values, and "
                         "lists, tuples or dictionaries of them."
                     )
-            call = Call(unit.name, spec, [], frozenset(sources - {("inside", unit.name)}), _reached(leaves, self.marks))
+            call = Call(unit.name, spec, [], frozenset(sources - {("inside", unit.name)}), self.reached(leaves))
             self.calls[unit.name] = call
             marked = [self._mark(call, leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             call.leaves += [self._describe(m) if isinstance(m, Tensor) else m for m in marked]
             return compat.tree_unflatten(marked, spec)
 
         return forward
+
+    def reached(self, tensors: Iterable[Any]) -> frozenset[Source]:
+        """The unit outputs that ``tensors`` reach first in the autograd graph.
+
+        Raises:
+            CannotCutError: for units inside of reentrant activation checkpointing, which hides them from autograd.
+        """
+        waiting = [t.grad_fn for t in tensors if isinstance(t, Tensor) and t.grad_fn is not None]
+        seen = set(waiting)
+        found = set()
+        while waiting:
+            node = waiting.pop()
+            if node in self.marks:
+                found.add(self.marks[node])
+                continue
+            if self.without_grad and node.name() == "CheckpointFunctionBackward":
+                raise CannotCutError(
+                    f"{self.without_grad[0]!r} is called inside of reentrant activation checkpointing, from which no gradient can be sent to "
+                    "another stage. Use use_reentrant=False."
+                )
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    waiting.append(following)
+        return frozenset(found)
 
     def _mark(self, call: Call, tensor: Tensor) -> Tensor:
         index = sum(source[1] == call.name for source in self.outputs)
@@ -255,7 +265,7 @@ def _record(
 ) -> Recording:
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True) if fake else None
     tracker = Tracker()
-    run = _Run(root, units, tracker)
+    run = _Run(tracker)
     inside = {m for unit in units for m in unit.module.modules()}
     with ExitStack() as stack:
         stack.enter_context(isolate_rng())
@@ -307,9 +317,7 @@ def _record(
                         )
                     sources |= left
         loss = [] if output is None else list(tensors_in(output))
-        gradients = (
-            _reached([t for t in loss if t.requires_grad], run.marks) if torch.is_grad_enabled() else frozenset()
-        )
+        gradients = run.reached([t for t in loss if t.requires_grad]) if torch.is_grad_enabled() else frozenset()
         stack.callback(run.marks.clear)
         return Recording(run.calls, frozenset(sources), gradients, written_buffers)
 

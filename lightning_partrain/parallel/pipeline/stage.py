@@ -84,16 +84,17 @@ def empty_of_numbers(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def torch_seeded(seed: int) -> Iterator[None]:
-    """torch's random numbers of this device from ``seed`` on, and as they were afterwards.
+def torch_seeded(seed: int | None) -> Iterator[None]:
+    """torch's random numbers of this device from ``seed`` (or from where they are) on, and as they were afterwards.
 
     Not ``torch.manual_seed``: it formats a stack trace for devices that are not there, 2 ms a call (torch 2.13).
     """
     gpu = torch.cuda.is_initialized()
     state, gpu_state = torch.default_generator.get_state(), torch.cuda.get_rng_state() if gpu else None
-    torch.default_generator.manual_seed(seed)
-    if gpu:
-        torch.cuda.manual_seed(seed)
+    if seed is not None:
+        torch.default_generator.manual_seed(seed)
+        if gpu:
+            torch.cuda.manual_seed(seed)
     try:
         yield
     finally:
@@ -171,7 +172,8 @@ class Stage(nn.Module):
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self._running:
-                return original(*args, **kwargs)
+                recomputed = self._stepping and stage == self.stage  # activation checkpointing, in a backward pass
+                return self._draw_apart(number, original, args, kwargs) if recomputed else original(*args, **kwargs)
             if stage > self.stage:
                 raise StageDone
             if name in self._called:
@@ -200,9 +202,7 @@ class Stage(nn.Module):
         return compat.tree_unflatten(values, call.spec)
 
     def _run(self, name: str, number: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        # a unit's own draws do not depend on where it runs, and do not move those of the step around it
-        with torch_seeded(self._seed + 1 + number):
-            out = original(*args, **kwargs)
+        out = self._draw_apart(number, original, args, kwargs)
         if name in self._wanted:
             leaves, spec = compat.tree_flatten(out)
             index = 0
@@ -220,6 +220,17 @@ class Stage(nn.Module):
         return out
 
     @staticmethod
+    def _draw_apart(number: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A unit's own draws do not depend on where it runs, and do not move those of the step around it.
+
+        They follow from the random state, so that they are the same when the unit is computed again from a kept state.
+        """
+        with torch_seeded(None):
+            seed = int(torch.empty((), dtype=torch.int64).random_()) + number
+        with torch_seeded(seed):
+            return original(*args, **kwargs)
+
+    @staticmethod
     def _check(crossing: Crossing, value: Tensor) -> None:
         if tuple(value.shape) != crossing.leaf.shape or value.dtype != crossing.leaf.dtype:
             raise RuntimeError(
@@ -229,7 +240,16 @@ class Stage(nn.Module):
 
     # -- one micro-batch ------------------------------------------------------------------------------------------------
 
-    _running = False
+    _running = _stepping = False
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """The length of a schedule, backward passes included."""
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
 
     def prepare(self, recording: Recording, flow: Flow, calls: list[Callable[[], Any]], seeds: list[int]) -> None:
         """What the next run of the schedule works on: the user's step for each micro-batch, and a seed for each."""
@@ -247,14 +267,13 @@ class Stage(nn.Module):
         return sent if self._around is None else self._around[1](sent)
 
     def _run_step(self, index: int, received: tuple[Tensor, ...]) -> Any:
-        self._seed = self._seeds[index]
         arrived = {(c.unit, c.index): t for c, t in zip(self._incoming, received, strict=True)}
         self._received = {(c.unit, c.index): _arrive(c, arrived[(c.unit, c.index)]) for c in self._incoming}
         self._own: dict[tuple[str, int], Tensor] = {}
         self._called: set[str] = set()
         self._running = True
         try:
-            with seeded(self._seed):
+            with seeded(self._seeds[index]):
                 output = self._calls[index]()
         except StageDone:
             output = None
