@@ -20,6 +20,7 @@ from lightning.fabric.utilities.distributed import _init_dist_connection as init
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
@@ -34,6 +35,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
     "FakeTensorMode",
+    "PrefetchDataFetcher",
     "ReduceScatter",
     "SubprocessScriptLauncher",
     "TorchDispatchMode",

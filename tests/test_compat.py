@@ -79,6 +79,48 @@ def test_what_the_metric_agreement_reads() -> None:
     assert hasattr(checkpoint, "_train_time_interval")
 
 
+def test_what_the_first_batch_is_fetched_with() -> None:
+    trainer = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.test_loop, trainer.predict_loop):
+        assert callable(loop.setup_data)
+        assert hasattr(loop, "_combined_loader")
+    assert hasattr(trainer.fit_loop, "_data_fetcher")
+    assert callable(pl.LightningModule._on_before_batch_transfer)
+    fetcher = compat.PrefetchDataFetcher()
+    assert fetcher.batches == []
+    assert fetcher.iterator is None
+
+
+def test_fsdp2_states_that_a_pipeline_reduces() -> None:
+    def check(rank: int) -> bool:
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+        fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=False)
+        compat.fsdp_defer_gradients(model, defer=True)
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+        taken = compat.fsdp_take_gradients(model)
+        assert len(taken) == 4
+        assert all(p.grad is None for p in model.parameters())
+        assert compat.fsdp_take_gradients(model) == {}
+        compat.fsdp_add_gradients(taken)
+        compat.fsdp_defer_gradients(model, defer=False)
+        compat.fsdp_reduce_gradients(model)
+        return all(p.sharded_param.grad is not None for p in compat.fsdp_params(model))
+
+    assert in_group(2, check) == [True, True]
+
+
+def test_fake_tensors_keep_parameters_and_ties() -> None:
+    mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
+    param = nn.Parameter(torch.ones(2, 3), requires_grad=False)
+    fake = mode.from_tensor(param)
+    assert isinstance(fake, nn.Parameter)
+    assert not fake.requires_grad
+    assert mode.from_tensor(param) is fake
+    assert fake.untyped_storage()._cdata == fake.view(-1).untyped_storage()._cdata
+
+
 def test_launcher_form() -> None:
     parameters = inspect.signature(compat.SubprocessScriptLauncher.__init__).parameters
     assert list(parameters) == ["self", "cluster_environment", "num_processes", "num_nodes"]

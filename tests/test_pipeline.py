@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -374,3 +377,22 @@ def test_what_is_computed_again_draws_the_same_numbers() -> None:
     for with_checkpointing, without in run_ranks(2, lambda _: (fit(True), fit(False))):
         for name, value in without.items():
             torch.testing.assert_close(with_checkpointing[name], value, rtol=1e-12, atol=1e-14)
+
+
+def test_a_logger_used_inside_a_step_says_that_it_is_elsewhere(tmp_path: Path) -> None:
+    class Writes(Layers):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
+            output = super().training_step(batch, batch_idx)
+            self.logger.log_metrics({"mine": float(output["loss"])})  # type: ignore[union-attr]
+            return output
+
+    def fit(rank: int) -> list[str]:
+        torch.manual_seed(0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer(pipeline(), 2, max_steps=1, logger=CSVLogger(str(tmp_path / str(rank)))).fit(Writes(), loader())
+        return [str(w.message) for w in caught if "nothing is logged" in str(w.message)]
+
+    first, last = run_ranks(2, fit)
+    assert not first
+    assert "self.logger.log_metrics on the last stage, which is rank 1" in last[0]

@@ -25,7 +25,7 @@ from lightning_partrain.parallel.pipeline.cut import (
     parameter_stages,
 )
 from lightning_partrain.parallel.pipeline.record import CannotCutError, Recording, record
-from lightning_partrain.parallel.pipeline.results import LogBook, Messages, share_metrics
+from lightning_partrain.parallel.pipeline.results import LogBook, Messages, loggers_of_a_step, share_metrics
 from lightning_partrain.parallel.pipeline.schedule import Schedule, build_schedule, run_one_stage
 from lightning_partrain.parallel.pipeline.stage import Stage, empty_of_numbers
 from lightning_partrain.parallel.pipeline.units import Unit, block_lists, find_units
@@ -177,7 +177,7 @@ class Pipeline:
 
     def _record(self, name: str, args: tuple[Any, ...]) -> Recording:
         book = LogBook(self.module)
-        with book.open():
+        with book.open(), loggers_of_a_step(self.module.trainer, recording=True):
             return record(self.module, self.units, name, args, self.contexts[name], book.values, whole=not self.absent)
 
     def _key(self, name: str, part: Any, args: tuple[Any, ...]) -> Hashable:
@@ -264,7 +264,7 @@ class Pipeline:
             recording, flow = self._steps[key]
             calls = [self._call(name, (part, *args[1:])) for part in parts[window]]
             self.stage.prepare(recording, flow, calls, seeds[window])
-            with self.stage.stepping():
+            with self.stage.stepping(), loggers_of_a_step(self.module.trainer):
                 self._run_schedule(key, flow, same, training)
             self._done += same
         return self._share(sizes)

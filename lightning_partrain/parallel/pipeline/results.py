@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
@@ -91,6 +93,36 @@ def _reduced(values: list[Any], weights: list[int], reduce: Any) -> Any:
         stacked = torch.stack([torch.as_tensor(value).reshape(()) for value in values])
         return getattr(stacked, how)()
     return values[-1]  # Lightning refuses it when it is logged
+
+
+class _Elsewhere:
+    """A logger on a rank where Lightning's loggers do nothing: says so when a step uses it."""
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "experiment" or name.startswith("log_"):
+            warnings.warn(
+                f"A step used self.logger.{name} on the last stage, which is rank {dist.get_rank()}, but loggers work on rank 0 only: nothing "
+                "is logged. Use self.log, or log what the step returns in on_train_batch_end and the like.",
+                stacklevel=2,
+            )
+        return getattr(self._logger, name)
+
+
+@contextmanager
+def loggers_of_a_step(trainer: Any, recording: bool = False) -> Iterator[None]:
+    """While a step runs: none when it is only looked at, and on ranks other than 0 loggers that say that they are elsewhere."""
+    before = trainer.loggers
+    if recording:
+        trainer.loggers = [DummyLogger() for _ in before]
+    elif not trainer.is_global_zero:
+        trainer.loggers = [_Elsewhere(logger) for logger in before]
+    try:
+        yield
+    finally:
+        trainer.loggers = before
 
 
 class Messages:
