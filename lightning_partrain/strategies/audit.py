@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 try:
@@ -42,14 +43,19 @@ def audit_module(module: nn.Module) -> None:
             )
 
 
-def audit_callbacks(callbacks: list[Any], zero_stage: int) -> None:
+def audit_callbacks(callbacks: list[Any], zero_stage: int, stages: int) -> None:
     """Raise for callbacks that copy or average the module's parameters as if they were whole.
 
     Raises:
-        ValueError: weight averaging under sharding.
+        ValueError: weight averaging under sharding or over pipeline stages.
     """
     averaging = tuple(c for c in (StochasticWeightAveraging, WeightAveraging) if c is not None)
     for callback in callbacks:
+        if isinstance(callback, averaging) and stages > 1:
+            raise ValueError(
+                f"{type(callback).__name__} keeps its own copy of the whole parameters, but a pipeline stage holds some of them only. Use "
+                "pipeline_parallel_size=1, or remove the callback."
+            )
         if isinstance(callback, averaging) and zero_stage > 0:
             raise ValueError(
                 f"{type(callback).__name__} keeps its own copy of the whole parameters and cannot see that zero_stage={zero_stage} "
@@ -72,6 +78,11 @@ def audit_pipeline(trainer: Any) -> None:
             "Manual optimization calls backward inside training_step, but a pipeline runs the forward and backward passes of many "
             f"micro-batches in an order of its own. {way_out}"
         )
+    if is_overridden("configure_gradient_clipping", module):
+        rank_zero_warn(
+            "configure_gradient_clipping is overridden: only self.clip_gradients(...) in it clips by the norm of all stages; "
+            "self.trainer.strategy.grad_norm() gives that norm."
+        )
     if is_overridden("backward", module):
         raise ValueError(f"The LightningModule overrides backward(), which a pipeline never calls. {way_out}")
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
@@ -79,6 +90,29 @@ def audit_pipeline(trainer: Any) -> None:
             "precision='16-mixed' scales the loss after training_step, where a pipeline has computed the gradients already. Use "
             "precision='bf16-mixed'."
         )
+
+
+def audit_fingerprints(by_rank: list[list[Any]]) -> None:
+    """Raise when ranks would not run the same pipeline.
+
+    Args:
+        by_rank: for each rank, its (cut, crossings and first batch, data-parallel rank).
+
+    Raises:
+        ValueError: with the ranks that differ.
+    """
+    for rank, (cut, column, replica) in enumerate(by_rank):
+        same = next(other for other, (*_, theirs) in enumerate(by_rank) if theirs == replica)
+        if column != by_rank[same][1]:
+            raise ValueError(
+                f"The stages on rank {same} and rank {rank} belong to one data-parallel rank, but their first batches differ. Build the "
+                "same loaders on all ranks, without randomness of their own: Lightning's sampler and worker seeds take care of the rest."
+            )
+        if cut != by_rank[0][0]:
+            raise ValueError(
+                f"Rank 0 and rank {rank} would cut the model at different places. Build the same model on all ranks, and let the step go "
+                "the same way on them."
+            )
 
 
 def audit_optimizer(optimizer: torch.optim.Optimizer, sharded: bool, pipelined: bool) -> None:

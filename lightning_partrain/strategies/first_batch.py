@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Any
 
+from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_partrain.strategies.loaders import StartedLoader
 
 Step = tuple[str, tuple[Any, ...]]
 
@@ -78,17 +81,21 @@ def _of_evaluation(trainer: Trainer, loop: Any, name: str) -> Iterator[Step]:
         return
     loop.__dict__["setup_data"] = lambda: loop.__dict__.pop("setup_data", None)  # once is enough
     step = getattr(module, name)
-    loaders = loop._combined_loader.flattened
+    loaders = list(loop._combined_loader.flattened)
     for index, loader in enumerate(loaders):
-        batch = next(iter(loader), None)
+        iterator = iter(loader)
+        batch = next(iterator, None)
         if batch is None:
             continue
+        if not isinstance(loader, Sized) or has_iterable_dataset(loader):
+            loaders[index] = StartedLoader(loader, batch, iterator)
         arguments: tuple[Any, ...] = ()
         if is_param_in_hook_signature(step, "batch_idx", min_args=2):
             arguments = (0,)
         if len(loaders) > 1:
             arguments = (0, index)
         yield name, (_moved(trainer, batch, index), *arguments)
+    loop._combined_loader.flattened = loaders
 
 
 def _moved(trainer: Trainer, batch: Any, loader: int) -> Any:

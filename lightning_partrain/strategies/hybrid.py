@@ -101,7 +101,8 @@ class Hybrid3DStrategy(PipelinedStrategy):
     def audit(self, trainer: Any) -> None:
         super().audit(trainer)
         self._gathers = True
-        audit.audit_callbacks(trainer.callbacks, self.zero_stage)
+        assert self.mesh is not None
+        audit.audit_callbacks(trainer.callbacks, self.zero_stage, self.mesh.sizes.pp)
         if self.zero_stage == 3:  # FSDP2 keeps what it gathered for a later backward pass
             for loop in (
                 trainer.validate_loop,

@@ -54,6 +54,24 @@ class ShortenedLoader(_Wrapped):
             yield batch
 
 
+class StartedLoader(_Wrapped):
+    """A loader of which somebody has taken the first batch already: its first iteration begins with that one."""
+
+    _OWN = frozenset((*_Wrapped._OWN, "_start"))
+
+    def __init__(self, loader: Any, first: Any, rest: Iterator[Any]) -> None:
+        super().__init__(loader, sized_len(loader))
+        self._start: tuple[Any, Iterator[Any]] | None = (first, rest)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._start is None:
+            yield from self._loader
+            return
+        (first, rest), self._start = self._start, None
+        yield first
+        yield from rest
+
+
 class AgreedLoader(_Wrapped):
     """Ends on all ranks as soon as one of them has no more batches; one small all-reduce a batch, on the host."""
 

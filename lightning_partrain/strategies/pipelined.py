@@ -17,11 +17,13 @@ from lightning_partrain.numerics import StageNorm
 from lightning_partrain.parallel.buffers import SharedBuffers
 from lightning_partrain.parallel.pipeline import state
 from lightning_partrain.parallel.pipeline.pipeline import Pipeline, Split
+from lightning_partrain.parallel.pipeline.random_states import share_random_states
 from lightning_partrain.parallel.pipeline.schedule import Schedule
 from lightning_partrain.parallel.pipeline.tied import TiedGradients
 from lightning_partrain.strategies import audit
 from lightning_partrain.strategies.base import MeshStrategy
 from lightning_partrain.strategies.first_batch import first_steps
+from lightning_partrain.sync.messages import gather_json
 
 
 class PipelinedStrategy(MeshStrategy):
@@ -90,6 +92,8 @@ class PipelinedStrategy(MeshStrategy):
         assert self.mesh is not None and self.lightning_module is not None
         audit.audit_pipeline(trainer)
         seed = self.broadcast(int(torch.randint(1 << 62, ())))
+        if self._stage_host_group is not None:
+            share_random_states(self._stage_host_group)  # the stages of a replica must draw and load the same samples
         pipeline = Pipeline(
             self.lightning_module,
             self.mesh,
@@ -105,6 +109,11 @@ class PipelinedStrategy(MeshStrategy):
         if not steps:
             return super().cut(trainer)
         pipeline.make_cut(steps)
+        if self.world_size > 1:
+            everyone = gather_json(
+                (*pipeline.fingerprint(steps), self.mesh.data_parallel_rank), torch.device("cpu"), self.control_group
+            )
+            audit.audit_fingerprints(everyone)
         pipeline.empty()
         self.pipeline = pipeline
         return SharedBuffers(

@@ -106,7 +106,9 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
 
     def cut(value: Any) -> list[Any]:
         if isinstance(value, Tensor):
-            return list(value.split(list(sizes))) if value.ndim else [value] * len(sizes)
+            if value.ndim == 0:
+                return [value] * len(sizes)
+            return [piece.data for piece in value.split(list(sizes))]  # may be changed in place each
         if _is_samples(value) and len(value) == total:
             ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
             return [value[end - size : end] for end, size in zip(ends, sizes, strict=True)]
@@ -152,7 +154,7 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], path: str = "") -> Any:
     """What a step would have returned for the whole batch, from what it returned for micro-batches of ``sizes`` samples.
 
     Tensors with one row a sample and lists with one entry a sample are concatenated; other floating-point values are averaged,
-    weighted by samples; whole numbers without dimensions are added; anything else has to be equal.
+    weighted by samples; whole numbers that are the number of samples are added; anything else has to be equal.
 
     Raises:
         ValueError: when the outputs do not fit together.
@@ -165,21 +167,11 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], path: str = "") -> Any:
         raise ValueError(
             f"The step returned different things for the micro-batches of one batch: {kinds} (output{path})."
         )
+    pairs = list(zip(outputs, sizes, strict=True))
     if isinstance(first, Tensor):
-        if first.ndim and all(o.ndim and o.shape[0] == size for o, size in zip(outputs, sizes, strict=True)):
-            return torch.cat(list(outputs))
-        if all(o.shape == first.shape for o in outputs):
-            if first.is_floating_point() or first.is_complex():
-                return weighted_mean(outputs, sizes)
-            if first.ndim == 0:
-                return torch.stack(list(outputs)).sum(0)
-        shapes = [tuple(o.shape) for o in outputs]
-        raise ValueError(
-            f"output{path} has the shapes {shapes} for micro-batches of {list(sizes)} samples. Return tensors with one row a sample, "
-            "or floating-point means."
-        )
-    if all(_is_samples(o) and len(o) == size for o, size in zip(outputs, sizes, strict=True)):
-        return type(first)(item for o in outputs for item in o)
+        return _join_tensors(outputs, sizes, path)
+    if isinstance(first, list) and all(len(o) == size for o, size in pairs):
+        return [item for o in outputs for item in o]
     if _is_container(first):
         parts = [list(_children(o)) for o in outputs]
         names = [name for name, _ in parts[0]]
@@ -190,10 +182,31 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], path: str = "") -> Any:
         )
     if isinstance(first, float):
         return weighted_mean(outputs, sizes)
-    if isinstance(first, int) and not isinstance(first, bool):
+    if isinstance(first, int) and not isinstance(first, bool) and all(o == size for o, size in pairs):
         return sum(outputs)
     if all(o == first for o in outputs):
         return first
     raise ValueError(
-        f"output{path} differs between the micro-batches of one batch: {outputs!r}. Return a tensor or a list."
+        f"output{path} differs between the micro-batches of one batch: {outputs!r}. Return a tensor with one row a sample, or a list "
+        "with one entry a sample."
+    )
+
+
+def _join_tensors(outputs: Sequence[Tensor], sizes: Sequence[int], path: str) -> Tensor:
+    first, pairs = outputs[0], list(zip(outputs, sizes, strict=True))
+    if first.ndim and all(o.ndim and o.shape[0] == size for o, size in pairs):
+        return torch.cat(list(outputs))
+    if all(o.shape == first.shape for o in outputs):
+        floating = first.is_floating_point() or first.is_complex()
+        if floating and not any(size in o.shape for o, size in pairs):
+            mean: Tensor = weighted_mean(outputs, sizes)
+            return mean
+        if first.ndim == 0 and not floating and all(int(o) == size for o, size in pairs):
+            return torch.stack(list(outputs)).sum(0)
+        if first.ndim == 0 and not floating and all(int(o) == int(first) for o in outputs):
+            return first
+    shapes = [tuple(o.shape) for o in outputs]
+    raise ValueError(
+        f"output{path} has the shapes {shapes} and {first.dtype} for micro-batches of {list(sizes)} samples, which cannot be joined. "
+        "Return tensors with one row a sample, or floating-point means."
     )

@@ -133,6 +133,12 @@ class Flow:
                     self.parameters[stage].add(source[1])
                 elif source[0] == "unit":
                     needed_until[source] = max(stage, needed_until.get(source, 0))
+                elif source[0] == "buffer":
+                    if source[1] in recording.written_buffers and stage != last:
+                        raise CannotCutError(
+                            f"The buffer {source[1]!r} is changed by the step and used on stage {stage} of {last + 1}: the next micro-batch would "
+                            "begin there before the last stage has changed it. Change it in on_train_batch_end, or inside of one module."
+                        )
                 elif stage_of[source[1]] != stage:
                     raise CannotCutError(
                         f"{source[1]!r} changes a tensor in place, or leaves one behind in an attribute, that a later stage reads. Only "
@@ -146,6 +152,11 @@ class Flow:
             for index, leaf in enumerate(tensors):
                 source = ("unit", name, index)
                 for stage in range(stage_of[name] + 1, needed_until.get(source, -1) + 1):
+                    if leaf.hooked:
+                        raise CannotCutError(
+                            f"The step registers a hook on the gradient of what {name!r} returns, which is sent to another stage: the hook "
+                            "would run on both. Put it inside of the module."
+                        )
                     gradient = stage <= gradient_until.get(source, -1)
                     self.crossing[stage].append(Crossing(name, index, leaf, gradient))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +29,8 @@ from lightning_partrain.parallel.pipeline.cut import (
 from lightning_partrain.parallel.pipeline.record import CannotCutError, Recording, record
 from lightning_partrain.parallel.pipeline.results import LogBook, Messages, loggers_of_a_step, share_metrics
 from lightning_partrain.parallel.pipeline.schedule import Schedule, build_schedule, run_one_stage
-from lightning_partrain.parallel.pipeline.stage import Stage, empty_of_numbers
+from lightning_partrain.parallel.pipeline.sources import tensors_in
+from lightning_partrain.parallel.pipeline.stage import Stage, empty_of_numbers, seeded
 from lightning_partrain.parallel.pipeline.units import Unit, block_lists, find_units
 
 Context = Callable[[], Any]
@@ -111,6 +114,7 @@ class Pipeline:
         self.stage: Stage | None = None
         self.absent: set[nn.Parameter] = set()
         self.written_buffers: list[str] = []
+        self._steps_run, self._epoch, self._nothing_yet = 0, -1, True
 
     # -- where to cut ---------------------------------------------------------------------------------------------------
 
@@ -146,6 +150,14 @@ class Pipeline:
             self._steps[key] = (recording, flows[-1])
         self.cut = cut
         self.lives = parameter_stages(self.module, cut, self.units, flows)
+        for name, param in self.module.named_parameters():
+            if len(self.lives[name]) > 1 and (
+                param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)
+            ):
+                raise CannotCutError(
+                    f"{name!r} is used on several stages and has a hook on its gradient, which would see each stage's part of it. Use "
+                    "on_before_optimizer_step, or cut elsewhere with pipeline_split."
+                )
         first: dict[Tensor, str] = {}
         named = self.module.named_parameters(remove_duplicate=False)
         self._first_names = {name: first.setdefault(param, name) for name, param in named}
@@ -154,14 +166,24 @@ class Pipeline:
         self.stage = Stage(self.module, self.units, cut, self.index, self.device, self._finish)
         self._tell()
 
+    def fingerprint(self, steps: Sequence[tuple[str, tuple[Any, ...]]]) -> tuple[str, str]:
+        """What all ranks must have in common (the cut), and what the stages of a data-parallel rank must (their batch, too)."""
+        assert self.cut is not None
+        cut = repr((self.cut.stages, sorted(self.lives.items())))
+        column = hashlib.sha256(repr([flow.crossing for _, flow in self._steps.values()]).encode())
+        for _, args in steps:
+            for tensor in tensors_in(args[0]):
+                column.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return hashlib.sha256(cut.encode()).hexdigest(), column.hexdigest()
+
     def _look_at(self, steps: Sequence[tuple[str, tuple[Any, ...]]]) -> list[tuple[Hashable, Recording]]:
         recordings = []
         for name, args in steps:
             sizes = self._sizes(args[0], exact=name == "training_step")
-            part = batches.split(args[0], sizes)[0]
-            with _mode_of(self.module, name):
-                key, recording = self._key(name, part, args), self._record(name, (part, *args[1:]))
-            recordings.append((key, recording))
+            for part in dict(zip(sizes, batches.split(args[0], sizes), strict=True)).values():
+                with _mode_of(self.module, name):
+                    key, recording = self._key(name, part, args), self._record(name, (part, *args[1:]))
+                recordings.append((key, recording))
         return recordings
 
     def _too_large(self, calls: list[str]) -> Unit | None:
@@ -177,7 +199,8 @@ class Pipeline:
 
     def _record(self, name: str, args: tuple[Any, ...]) -> Recording:
         book = LogBook(self.module)
-        with book.open(), loggers_of_a_step(self.module.trainer, recording=True):
+        # all ranks look at the same way through a step that draws its way
+        with seeded(self._seed), book.open(), loggers_of_a_step(self.module.trainer, recording=True):
             return record(self.module, self.units, name, args, self.contexts[name], book.values, whole=not self.absent)
 
     def _key(self, name: str, part: Any, args: tuple[Any, ...]) -> Hashable:
@@ -261,13 +284,50 @@ class Pipeline:
             key = self._key(name, parts[self._done], args)
             if key not in self._steps:
                 self._steps[key] = self._look_again(name, (parts[self._done], *args[1:]))
+            if training and self._is_time_to_look():
+                self._compare(key, name, (parts[self._done], *args[1:]), may_change=self._nothing_yet)
             recording, flow = self._steps[key]
             calls = [self._call(name, (part, *args[1:])) for part in parts[window]]
             self.stage.prepare(recording, flow, calls, seeds[window])
             with self.stage.stepping(), loggers_of_a_step(self.module.trainer):
-                self._run_schedule(key, flow, same, training)
+                self._run_schedule(flow, same, training)
             self._done += same
-        return self._share(sizes)
+        output = self._share(sizes)
+        if training and self.device.type == "cpu" and math.isnan(self._loss_of(output)):
+            self._compare(key, name, (parts[0], *args[1:]), may_change=False)  # a value that was not sent?
+        return output
+
+    @staticmethod
+    def _loss_of(output: Any) -> Any:
+        return output.get("loss") if isinstance(output, Mapping) else output
+
+    def _is_time_to_look(self) -> bool:
+        """At the first batch of every epoch, and at steps 1, 2, 4, 8, ...: a step may depend on how far training is."""
+        epoch = self.module.trainer.current_epoch
+        self._nothing_yet = epoch != self._epoch
+        self._epoch = epoch
+        self._steps_run += 1
+        return self._nothing_yet or self._steps_run & (self._steps_run - 1) == 0
+
+    def _compare(self, key: Hashable, name: str, args: tuple[Any, ...], may_change: bool) -> None:
+        """Look at the step again, and send from now on what it needs now.
+
+        Raises:
+            CannotCutError: when it needs more than was sent, and has run so already, or needs parameters that are elsewhere.
+        """
+        if self._steps[key][0].real or self.stages == 1:
+            return
+        recording, flow = self._look_again(name, args)
+        for new, old in zip(flow.crossing, self._steps[key][1].crossing, strict=True):
+            more = [crossing for crossing in new if crossing not in old]
+            if more and not may_change:
+                raise CannotCutError(
+                    f"{name} now needs {'the gradient of ' if more[0].gradient else ''}what {more[0].unit!r} returns on a later stage, but did not "
+                    "when the model was cut, so that it was not sent. A pipeline needs steps that go the same way in all batches of an epoch."
+                )
+            if more:
+                self._steps[key] = (recording, flow)
+                return
 
     def _look_again(self, name: str, args: tuple[Any, ...]) -> tuple[Recording, Flow]:
         """At a batch of another form than those before.
@@ -296,12 +356,12 @@ class Pipeline:
 
         return call
 
-    def _run_schedule(self, key: Hashable, flow: Flow, number: int, training: bool) -> None:
+    def _run_schedule(self, flow: Flow, number: int, training: bool) -> None:
         assert self.stage is not None
         if self.stages == 1:
             run_one_stage(self.stage, number, training)
             return
-        place = (key, number, training)
+        place = (flow, number, training)
         schedule = self._schedules.pop(place, None)
         if schedule is None:
             schedule = build_schedule(
@@ -329,7 +389,7 @@ class Pipeline:
         self._outputs.append(batches.detached(output))
         if not torch.is_grad_enabled():
             return torch.zeros((), device=self.device)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
+        loss = self._loss_of(output)
         if not isinstance(loss, Tensor):
             raise ValueError(
                 f"training_step returned {type(output).__name__} without a loss for a micro-batch. A pipeline cannot skip a batch: "
@@ -339,11 +399,15 @@ class Pipeline:
 
     def _share(self, sizes: list[int]) -> Any:
         """Join outputs and logs on the last stage, give them to all, and log once."""
-        last = self.index == self.stages - 1
-        joined = (batches.join(self._outputs, sizes), self._book.joined(sizes)) if last else None
-        output, logs = joined if self.messages is None else self.messages.share(joined, self.module)  # type: ignore[misc]
-        for key, logged in logs.items():
-            self.module.log(key, logged.value, **logged.options)
+        trainer = self.module.trainer
+        joined: Any = None
+        if self.index == self.stages - 1:
+            joined = (batches.join(self._outputs, sizes), self._book.joined(sizes), bool(trainer.should_stop))
+        if self.messages is not None:
+            joined = self.messages.share(joined, self.module)
+        output, logs, stop = joined
+        trainer.should_stop = trainer.should_stop or stop  # as the step on the last stage may have asked for
+        self._book.replay(logs)
         for buffer in self.written_buffers if self.messages is not None else ():
             broadcast_tensors([self.module.get_buffer(buffer)], self.messages.source, self.mesh.group("pp"))  # type: ignore[union-attr]
         return output

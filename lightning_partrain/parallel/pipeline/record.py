@@ -8,10 +8,12 @@ missed that autograd does not see. A unit's output is a new source, which is wha
 from __future__ import annotations
 
 import copy
+import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ class Leaf:
     Attributes:
         order: its dimensions from the outermost to the innermost in memory.
         written: something outside of the unit changes it in place.
+        hooked: the step has registered a hook on its gradient.
     """
 
     shape: tuple[int, ...]
@@ -45,6 +48,7 @@ class Leaf:
     order: tuple[int, ...]
     differentiable: bool
     written: bool = False
+    hooked: bool = False
 
 
 @dataclass
@@ -67,12 +71,14 @@ class Recording:
         sources: what the loss, the logged values, the outputs and the state that the step leaves behind rest on.
         gradients_from: the unit outputs that the loss reaches first, walking back through autograd.
         written_buffers: names of buffers outside of units that the step changes.
+        real: whether the step had to run on numbers.
     """
 
     calls: dict[str, Call]
     sources: frozenset[Source]
     gradients_from: frozenset[Source]
     written_buffers: list[str]
+    real: bool = False
 
 
 class _Mark(torch.autograd.Function):
@@ -204,13 +210,12 @@ class _Run:
         return Leaf(tuple(tensor.shape), tensor.dtype, _memory_order(tensor), tensor.requires_grad)
 
     def note_writes(self) -> None:
-        """Mark outputs that were changed in place after their unit, by anyone."""
+        """Mark outputs that were changed in place after their unit, by anyone, or that got a hook."""
         for source, tensor in self.outputs.items():
-            if self.tracker.key(tensor) in self.tracker.written:
-                call = self.calls[source[1]]
-                places = [i for i, leaf in enumerate(call.leaves) if isinstance(leaf, Leaf)]
-                place = places[source[2]]
-                call.leaves[place] = replace(call.leaves[place], written=True)
+            call = self.calls[source[1]]
+            place = [i for i, leaf in enumerate(call.leaves) if isinstance(leaf, Leaf)][source[2]]
+            written, hooked = self.tracker.key(tensor) in self.tracker.written, bool(tensor._backward_hooks)
+            call.leaves[place] = replace(call.leaves[place], written=written, hooked=hooked)
 
 
 def record(
@@ -246,7 +251,15 @@ def record(
                 f"{step} asks tensors for their numbers ({type(error).__name__}: {first_line}), so a batch of another form cannot be "
                 "looked at any more. Give it batches of one shape (drop_last=True), or change the step."
             ) from error
-        recording = _record(root, units, step, args, context, logged, fake=False)
+        try:
+            recording = _record(root, units, step, args, context, logged, fake=False)
+        except CannotCutError:
+            raise
+        except Exception as own_error:
+            raise CannotCutError(
+                f"{step} failed when it was looked at to find out where the model can be cut, with {type(own_error).__name__}: {own_error}. This is "
+                "before on_fit_start, on_train_start, on_train_batch_start and the like: create what the step needs in __init__ or setup."
+            ) from own_error
         rank_zero_info(
             f"{step} needs numbers ({type(error).__name__}: {first_line}), so it ran once on a real micro-batch to find out where the "
             "model can be cut."
@@ -270,6 +283,10 @@ def _record(
     with ExitStack() as stack:
         stack.enter_context(isolate_rng())
         stack.enter_context(_state_kept(root))
+        stack.enter_context(_generators_kept(root, step))
+        trainer = getattr(root, "_trainer", None)
+        if trainer is not None:
+            stack.callback(setattr, trainer, "should_stop", trainer.should_stop)
         if mode is not None:
             known: dict[Tensor, Any] = {}
             for module in root.modules():
@@ -280,9 +297,22 @@ def _record(
             args = tuple(_copied(a) for a in args)
             buffers = [(b, b.clone()) for b in root.buffers()]
             stack.callback(lambda: [b.copy_(before) for b, before in buffers])
+            for module in root.modules():
+                if isinstance(module, Metric):
+                    vars(module).update({k: _copied(v) for k, v in _own_attributes(module).items()})
+        vars(root)["all_gather"] = partial(_refuse_call, "self.all_gather")
+        stack.enter_context(_replaced(torch.autograd, "grad", partial(_refuse_autograd, tracker, torch.autograd.grad)))
+        stack.enter_context(
+            _replaced(torch.autograd, "backward", partial(_refuse_autograd, tracker, torch.autograd.backward))
+        )
         for name, param in root.named_parameters():
             tracker.assign(param, [("parameter", name)])
-        before = {id(t) for m in root.modules() for t in tensors_in(_own_attributes(m))}
+        outside = [(name, module) for name, module in root.named_modules() if module not in inside]
+        for name, module in outside:
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    tracker.assign(buffer, [("buffer", f"{name}.{key}" if name else key)])
+        state = _LeftBehind(outside, root, tracker)
         for unit in units:
             vars(unit.module)["forward"] = run.wrap(unit)
         if mode is not None:
@@ -290,36 +320,143 @@ def _record(
         stack.enter_context(tracker)
         with context():
             output = getattr(root, step)(*args)
+        if output is None and run.training:
+            raise CannotCutError(
+                f"{step} returned None for the first batch. Under a pipeline every step has to return a loss."
+            )
+        if tracker.own_generator:
+            _refuse_generator(step, "generator=...")
         run.note_writes()
-        results = [*tensors_in(output), *tensors_in(list(logged()))]
         sources: set[Source] = set(tracker.everything_since)
-        for tensor in results:
+        for tensor in (*tensors_in(output), *tensors_in(list(logged()))):
             sources |= tracker.sources(tensor)
-        written_buffers = []
-        for module_name, module in root.named_modules():
-            if module in inside:
-                continue
+        written_buffers = state.check(step, sources)
+        loss = [t for t in tensors_in(output) if t.requires_grad] if run.training else []
+        gradients = run.reached(loss)
+        stack.callback(run.marks.clear)
+        return Recording(run.calls, frozenset(sources), gradients, written_buffers, real=not fake)
+
+
+class _LeftBehind:
+    """What a step leaves in the modules outside of units: only the last stage would have it right.
+
+    Buffers and metrics are brought to the other stages; the rest is refused.
+    """
+
+    def __init__(self, outside: list[tuple[str, nn.Module]], root: nn.Module, tracker: Tracker) -> None:
+        self._outside, self._root, self._tracker = outside, root, tracker
+        self._tensors = {id(t) for _, module in outside for t in tensors_in(_own_attributes(module))}
+        self._buffers = {id(b) for _, module in outside for b in module._buffers.values()}
+        self._numbers = {name: self._numbers_of(module) for name, module in outside}
+
+    @staticmethod
+    def _numbers_of(module: nn.Module) -> dict[str, Any]:
+        return {
+            key: summary
+            for key, value in _own_attributes(module).items()
+            if (summary := _numbers_in(value)) is not None
+        }
+
+    def check(self, step: str, sources: set[Source]) -> list[str]:
+        """Add to ``sources`` what state rests on; names of the buffers that changed.
+
+        Raises:
+            CannotCutError: for other state.
+        """
+        tracker, written_buffers = self._tracker, []
+        for name, module in self._outside:
+            prefix = f"{name}." if name else ""
             for key, buffer in module._buffers.items():
-                if buffer is not None and (tracker.key(buffer) in tracker.written or tracker.sources(buffer)):
-                    written_buffers.append(f"{module_name}.{key}" if module_name else key)
+                if buffer is not None and (id(buffer) not in self._buffers or tracker.key(buffer) in tracker.written):
+                    written_buffers.append(prefix + key)
                     sources |= tracker.sources(buffer)
-            metric = any(isinstance(m, Metric) for m in (module, *_owners(root, module_name)))
+            if any(isinstance(m, Metric) for m in (module, *_owners(self._root, name))):
+                for tensor in tensors_in(_own_attributes(module)):
+                    sources |= tracker.sources(tensor)
+                continue
             for key, value in _own_attributes(module).items():
                 for tensor in tensors_in(value):
-                    left = tracker.sources(tensor)
-                    if (id(tensor) in before and tracker.key(tensor) not in tracker.written) or not left:
-                        continue
-                    if not metric:
-                        raise CannotCutError(
-                            f"{step} leaves a tensor behind in {f'{module_name}.{key}' if module_name else key!r}. Under a pipeline only the last "
-                            "stage would have it. Log it with self.log or a torchmetrics metric, return it from the step and read it in "
-                            "the on_..._batch_end hook, or register it as a buffer."
-                        )
-                    sources |= left
-        loss = [] if output is None else list(tensors_in(output))
-        gradients = run.reached([t for t in loss if t.requires_grad]) if torch.is_grad_enabled() else frozenset()
-        stack.callback(run.marks.clear)
-        return Recording(run.calls, frozenset(sources), gradients, written_buffers)
+                    new = id(tensor) not in self._tensors or tracker.key(tensor) in tracker.written
+                    if new and tracker.sources(tensor):
+                        self._refuse(step, prefix + key, "leaves a tensor behind in")
+            numbers = self._numbers_of(module)
+            changed = [key for key in numbers if numbers[key] != self._numbers[name].get(key)]
+            if changed:
+                self._refuse(step, prefix + changed[0], "counts or collects in")
+        return written_buffers
+
+    @staticmethod
+    def _refuse(step: str, name: str, does: str) -> None:
+        raise CannotCutError(
+            f"{step} {does} {name!r}. Under a pipeline only the last stage would have it right, once a micro-batch. Log it with self.log or "
+            "a torchmetrics metric, return it from the step and read it in the on_..._batch_end hook, or register it as a buffer."
+        )
+
+
+def _numbers_in(value: Any) -> Any:
+    """A number, or what a container of plain values holds; ``None`` for everything else."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value
+    if isinstance(value, (list, dict, set, deque)):
+        items = value.items() if isinstance(value, dict) else value
+        return len(value), repr([item for item in items if isinstance(item, batches.PLAIN)][:1000])
+    return None
+
+
+def _refuse_call(what: str, *args: Any, **kwargs: Any) -> Any:
+    raise CannotCutError(
+        f"A step calls {what}, which a pipeline cannot do for micro-batches on one stage. Call it in a hook."
+    )
+
+
+def _refuse_autograd(tracker: Tracker, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if tracker.inside is not None:
+        return original(*args, **kwargs)
+    raise CannotCutError(
+        "A step computes gradients itself (torch.autograd.grad or backward), which would only see its own stage. Move that into one "
+        "module, or use pipeline_parallel_size=1."
+    )
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().tolist()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    bits = getattr(generator, "bit_generator", None)
+    return repr(bits.state) if bits is not None else None
+
+
+@contextmanager
+def _generators_kept(root: nn.Module, step: str) -> Iterator[None]:
+    """Refuse generators of random numbers that a module keeps and the step draws from."""
+    kept = [
+        (f"{name}.{key}" if name else key, value, _state_of(value))
+        for name, module in root.named_modules()
+        for key, value in _own_attributes(module).items()
+        if isinstance(value, (torch.Generator, random.Random)) or hasattr(value, "bit_generator")
+    ]
+    yield
+    for name, generator, before in kept:
+        if _state_of(generator) != before:
+            _refuse_generator(step, name)
+
+
+def _refuse_generator(step: str, name: str) -> None:
+    raise CannotCutError(
+        f"{step} draws from a random number generator of its own ({name!r}), which would go its own way on every stage. Use torch's, "
+        "numpy's or Python's default one: a pipeline seeds them for every micro-batch."
+    )
 
 
 def _owners(root: nn.Module, name: str) -> Iterator[nn.Module]:

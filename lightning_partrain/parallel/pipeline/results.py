@@ -24,18 +24,20 @@ _LOG = inspect.signature(LightningModule.log)
 
 @dataclass
 class Logged:
-    """One call of ``self.log``: its value and its other arguments as they were given."""
+    """One call of ``self.log``: its value and its other arguments as they were given, and a metric's value of the step."""
 
+    name: str
     value: Any
     options: dict[str, Any]
+    of_step: Any = None
 
 
 @dataclass
 class LogBook:
-    """Takes the place of ``self.log`` while stages run: name -> call, for each micro-batch."""
+    """Takes the place of ``self.log`` while stages run: the calls of each micro-batch, by name and how often it was logged before."""
 
     root: LightningModule
-    pages: list[dict[str, Logged]] = field(default_factory=list)
+    pages: list[dict[tuple[str, int], Logged]] = field(default_factory=list)
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -54,31 +56,38 @@ class LogBook:
         given = _LOG.bind(self.root, *args, **kwargs).arguments
         name, value = given.pop("name"), given.pop("value")
         given.pop("self")
-        self.pages[-1][name] = Logged(value.detach() if isinstance(value, Tensor) else value, given)
+        page = self.pages[-1]
+        times = sum(key[0] == name for key in page)
+        of_step = value._forward_cache if isinstance(value, Metric) else None
+        page[(name, times)] = Logged(name, value.detach() if isinstance(value, Tensor) else value, given, of_step)
 
     def values(self) -> list[Any]:
         """Logged tensors, metrics left out."""
         return [logged.value for page in self.pages for logged in page.values() if isinstance(logged.value, Tensor)]
 
-    def joined(self, sizes: Sequence[int]) -> dict[str, Logged]:
-        """One call for each name, its value reduced over micro-batches of ``sizes`` samples as ``reduce_fx`` says.
-
-        Raises:
-            ValueError: when a name was logged for some of the micro-batches only.
-        """
-        together: dict[str, Logged] = {}
-        for name in dict.fromkeys(name for page in self.pages for name in page):
-            calls = [page[name] for page in self.pages if name in page]
-            weights = [size for page, size in zip(self.pages, sizes, strict=True) if name in page]
+    def joined(self, sizes: Sequence[int]) -> list[Logged]:
+        """The calls for the whole batch: values reduced over micro-batches of ``sizes`` samples as ``reduce_fx`` says."""
+        together = []
+        for key in dict.fromkeys(key for page in self.pages for key in page):
+            calls = [page[key] for page in self.pages if key in page]
+            weights = [size for page, size in zip(self.pages, sizes, strict=True) if key in page]
             options = dict(calls[-1].options)
             counts = [call.options.get("batch_size") for call in calls]
             if all(count is not None for count in counts):
                 weights = counts  # type: ignore[assignment]
                 options["batch_size"] = sum(weights)
-            together[name] = Logged(
-                _reduced([c.value for c in calls], weights, options.get("reduce_fx", "mean")), options
-            )
+            value = _reduced([call.value for call in calls], weights, options.get("reduce_fx", "mean"))
+            cached = [call.of_step for call in calls]
+            of_step = batches.weighted_mean(cached, weights) if all(isinstance(c, Tensor) for c in cached) else None
+            together.append(Logged(key[0], value, options, of_step))
         return together
+
+    def replay(self, logs: list[Logged]) -> None:
+        """Log what :meth:`joined` gave, on this rank."""
+        for logged in logs:
+            if isinstance(logged.value, Metric):
+                logged.value._forward_cache = logged.of_step
+            self.root.log(logged.name, logged.value, **logged.options)
 
 
 def _reduced(values: list[Any], weights: list[int], reduce: Any) -> Any:
@@ -203,12 +212,11 @@ def _pack(value: Any, tensors: list[Tensor], numbers: list[float], root: nn.Modu
             "keys": [_pack(k, tensors, numbers, root) for k in value],
             "values": [_pack(v, tensors, numbers, root) for v in value.values()],
         }
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+    if type(value) in (list, tuple):
         return {type(value).__name__: [_pack(v, tensors, numbers, root) for v in value]}
     if isinstance(value, Logged):
-        return {"logged": [_pack(value.value, tensors, numbers, root), _pack(value.options, tensors, numbers, root)]}
-    if batches._is_container(value):  # named tuples, dataclasses, other mappings: by their entries
-        return _pack({name.strip(".[]'"): child for name, child in batches._children(value)}, tensors, numbers, root)
+        fields = (value.name, value.value, value.options, value.of_step)
+        return {"logged": [_pack(each, tensors, numbers, root) for each in fields]}
     return {"refused": type(value).__name__}
 
 

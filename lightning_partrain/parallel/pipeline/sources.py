@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_partrain import compat
 from lightning_partrain.parallel.pipeline import batch as batches
 
-#: ("unit", name, index of the output tensor), ("parameter", name) or ("inside", name of the unit that left it behind).
+#: ("unit", name, index of the output tensor), ("parameter", name), ("buffer", name) or ("inside", name of the unit that left it behind).
 Source = tuple[Any, ...]
 
 #: Operations whose result has the shape of an argument, but nothing of its values.
@@ -44,6 +44,7 @@ class Tracker(compat.TorchDispatchMode):
         touched: what the operations since :attr:`inside` was set have read.
         everything_since: sources of values that the program has read, on which all that follows may rest.
         written: keys of the storages that were changed in place.
+        own_generator: whether an operation drew from a generator that it was given.
     """
 
     def __init__(self) -> None:
@@ -52,6 +53,7 @@ class Tracker(compat.TorchDispatchMode):
         self.touched: set[Source] = set()
         self.everything_since: set[Source] = set()  # read by the program: all that follows may rest on it
         self.written: set[int] = set()
+        self.own_generator = False
         self._sources: dict[int, frozenset[Source]] = {}
         self._alive: list[Any] = []
 
@@ -72,6 +74,8 @@ class Tracker(compat.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            self.own_generator = True
         out = func(*args, **kwargs)
         name = func._schema.name.rpartition("::")[2]
         given = [*tensors_in(args), *tensors_in(kwargs)]

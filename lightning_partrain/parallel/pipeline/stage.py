@@ -144,6 +144,7 @@ class Stage(nn.Module):
         self._stage_of = {name: index for index, names in enumerate(cut.stages) for name in names}
         self._stand_ins = StandIns(device)
         self._installed: list[tuple[dict[str, Any], Any]] = []
+        self._hooks: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
 
     # -- the forward methods of units -----------------------------------------------------------------------------------
 
@@ -159,21 +160,34 @@ class Stage(nn.Module):
                 attributes = vars(unit.module)
                 self._installed.append((attributes, attributes.get("forward")))
                 attributes["forward"] = self._wrap(unit, number)
+                if self._stage_of[unit.name] != self.stage:  # their gradients are not here
+                    for hooks in (unit.module._backward_hooks, unit.module._backward_pre_hooks):
+                        self._hooks.append((hooks, dict(hooks)))
+                        hooks.clear()
 
     def remove(self) -> None:
         for attributes, before in self._installed:
             attributes.pop("forward", None)
             if before is not None:
                 attributes["forward"] = before
+        for hooks, kept in self._hooks:
+            hooks.update(kept)
         self._installed.clear()
+        self._hooks.clear()
 
     def _wrap(self, unit: Unit, number: int) -> Callable[..., Any]:
         original, stage, name = unit.module.forward, self._stage_of[unit.name], unit.name
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self._running:
-                recomputed = self._stepping and stage == self.stage  # activation checkpointing, in a backward pass
-                return self._draw_apart(number, original, args, kwargs) if recomputed else original(*args, **kwargs)
+                if not self._stepping:
+                    return original(*args, **kwargs)
+                if stage != self.stage:  # activation checkpointing, in a backward pass
+                    raise RuntimeError(
+                        f"Activation checkpointing computes {name!r} again, which is on another stage. Checkpoint each module alone, with "
+                        "use_reentrant=False."
+                    )
+                return self._draw_apart(number, original, args, kwargs)
             if stage > self.stage:
                 raise StageDone
             if name in self._called:
@@ -298,10 +312,26 @@ class Stage(nn.Module):
                 "through the same modules every time."
             )
         if not crossing.gradient:
+            if value.requires_grad and not crossing.leaf.differentiable and torch.is_grad_enabled():
+                raise _other_way(crossing)
             return value.detach().permute(crossing.leaf.order).contiguous()
         return _Boundary.apply(value, crossing.leaf.order)
 
 
+def _other_way(crossing: Crossing) -> RuntimeError:
+    return RuntimeError(
+        f"The step needs a gradient of what {crossing.unit!r} returns, but needed none when the model was cut. A pipeline needs steps "
+        "that go the same way every time; freeze and unfreeze with requires_grad, which it follows."
+    )
+
+
 def _arrive(crossing: Crossing, tensor: Tensor) -> Tensor:
+    if crossing.leaf.differentiable and not crossing.gradient and torch.is_grad_enabled():
+        tensor = tensor.detach().requires_grad_()
+
+        def refuse(_: Tensor) -> None:
+            raise _other_way(crossing)
+
+        tensor.register_hook(refuse)
     value = _Arrival.apply(tensor, crossing.leaf.order)
     return value.clone() if crossing.leaf.written else value
