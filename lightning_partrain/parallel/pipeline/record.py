@@ -478,14 +478,12 @@ def _make_fake(module: nn.Module, mode: Any, known: dict[Tensor, Any]) -> None:
         for key, tensor in list(kind.items()):
             if tensor is None:
                 continue
-            if tensor not in known:
-                whole = (
-                    torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                    if isinstance(tensor, DTensor)
-                    else None
-                )
-                fake = mode.from_tensor(tensor if whole is None else whole)
-                known[tensor] = fake if whole is None else nn.Parameter(fake, tensor.requires_grad)
+            if tensor not in known and isinstance(tensor, DTensor):
+                with mode:
+                    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+                known[tensor] = nn.Parameter(whole, tensor.requires_grad)
+            elif tensor not in known:
+                known[tensor] = mode.from_tensor(tensor)
             kind[key] = known[tensor]
     if isinstance(module, Metric):
         for key, value in _own_attributes(module).items():
