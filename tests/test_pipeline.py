@@ -396,3 +396,87 @@ def test_a_logger_used_inside_a_step_says_that_it_is_elsewhere(tmp_path: Path) -
     first, last = run_ranks(2, fit)
     assert not first
     assert "self.logger.log_metrics on the last stage, which is rank 1" in last[0]
+
+
+class Talkative(Layers):
+    """Logs a metric at each step and one name twice, and asks training to stop."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # type: ignore[override]
+        logits = self(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        self.accuracy(logits, batch[1])
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.log("twice", loss, on_step=False, on_epoch=True)
+        self.log("twice", 3 * loss, on_step=False, on_epoch=True)
+        if batch_idx == 3:
+            self.trainer.should_stop = True
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+
+def test_metrics_of_a_step_names_logged_twice_and_stopping() -> None:
+    def fit(strategy: Any, devices: int) -> Any:
+        torch.manual_seed(0)
+        module, accuracies = Talkative(), []
+
+        class Reads(pl.Callback):
+            def on_train_batch_end(self, run: Any, *_: Any) -> None:
+                accuracies.append(float(run.callback_metrics["accuracy_step"]))
+
+        run = trainer(strategy(), devices, callbacks=[Reads()], max_epochs=5)
+        run.fit(module, loader())
+        return accuracies, float(run.callback_metrics["twice"]), run.global_step
+
+    expected = one_process(fit)
+    assert expected[2] < 30
+    for accuracies, twice, steps in run_ranks(2, lambda _: fit(pipeline, 2)):
+        assert accuracies == pytest.approx(expected[0], abs=1e-6)
+        assert twice == pytest.approx(expected[1], rel=1e-5)
+        assert steps == expected[2]
+
+
+@pytest.mark.parametrize("step", ["validate", "predict"])
+def test_evaluation_of_a_stream_loses_no_sample(step: str) -> None:
+    def evaluate(strategy: Any, devices: int) -> int:
+        module, seen = build(), []
+
+        class Counts(pl.Callback):
+            def on_validation_batch_start(self, run: Any, module: Any, batch: Any, *_: Any) -> None:
+                seen.append(len(batch[0]))
+
+            on_predict_batch_start = on_validation_batch_start
+
+        getattr(trainer(strategy(), devices, callbacks=[Counts()]), step)(module, DataLoader(Stream(), batch_size=8))
+        return sum(seen)
+
+    assert one_process(evaluate) == 48
+    assert run_ranks(2, lambda _: evaluate(pipeline, 2)) == [48, 48]
+
+
+def test_stages_load_the_same_samples_without_a_seed() -> None:
+    class Noisy(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            x, y = super().__getitem__(index)
+            return x + torch.randn(12), y
+
+    def fit(rank: int) -> list[float]:
+        torch.manual_seed(rank)
+        module = build()
+        torch.manual_seed(100 + rank)
+        trainer(pipeline(), 2).fit(module, DataLoader(Noisy(*samples()), batch_size=8, shuffle=True))
+        return module.seen
+
+    first, second = run_ranks(2, fit)
+    assert first == second
+
+
+def test_stages_that_load_different_samples_are_refused() -> None:
+    def fit(rank: int) -> str:
+        x, y = samples()
+        with pytest.raises(ValueError, match="first batches differ") as caught:
+            trainer(pipeline(), 2).fit(build(), DataLoader(TensorDataset(x + rank, y), batch_size=8))
+        return str(caught.value)
+
+    assert "rank 0 and rank 1 belong to one data-parallel rank" in run_ranks(2, fit)[1]
