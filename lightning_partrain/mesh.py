@@ -72,16 +72,12 @@ class ParallelSizes:
             ValueError: when the sizes do not multiply to ``world_size``.
         """
         replicas = data_parallel_replicate_size
-        given = {
-            "data_parallel_replicate_size": replicas,
-            "data_parallel_size": data_parallel_size,
-            "pipeline_parallel_size": pipeline_parallel_size,
-        }
-        for name, value in given.items():
-            if value == "auto" and value is not replicas:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                auto = "'auto' or " if value is not replicas else ""
+        for name, value, auto in (
+            ("data_parallel_replicate_size", replicas, ""),
+            ("data_parallel_size", data_parallel_size, "'auto' or "),
+            ("pipeline_parallel_size", pipeline_parallel_size, "'auto' or "),
+        ):
+            if (value != "auto" or not auto) and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name} must be {auto}a whole number of at least 1, not {value!r}.")
         stages = 1 if pipeline_parallel_size == "auto" else pipeline_parallel_size
         if data_parallel_size == "auto" and world_size % stages:

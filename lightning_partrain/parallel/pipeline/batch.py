@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import enum
 import numbers
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ def _is_samples(value: Any) -> bool:
     )
 
 
-def _children(value: Any) -> Iterator[tuple[str, Any]]:
+def children(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", value[key]) for key in value)
     elif _is_record(value):
@@ -57,7 +57,7 @@ def _rebuild(value: Any, items: list[Any]) -> Any:
     return type(value)(items)
 
 
-def _is_container(value: Any) -> bool:
+def is_container(value: Any) -> bool:
     return isinstance(value, (Mapping, list, tuple)) or _is_record(value)
 
 
@@ -83,8 +83,8 @@ def batch_size(batch: Any) -> int:
                 tensors[path] = value.shape[0]
         elif _is_samples(value):
             samples[path] = len(value)
-        elif _is_container(value):
-            for name, child in _children(value):
+        elif is_container(value):
+            for name, child in children(value):
                 visit(child, path + name)
         elif not isinstance(value, PLAIN):
             _refuse(value, path)
@@ -112,9 +112,9 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
         if _is_samples(value) and len(value) == total:
             ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
             return [value[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-        if _is_container(value):
-            children = [cut(child) for _, child in _children(value)]
-            return [_rebuild(value, [child[i] for child in children]) for i in range(len(sizes))]
+        if is_container(value):
+            pieces = [cut(child) for _, child in children(value)]
+            return [_rebuild(value, [piece[i] for piece in pieces]) for i in range(len(sizes))]
         return [value] * len(sizes)
 
     return cut(batch)
@@ -130,17 +130,17 @@ def signature(value: Any) -> Hashable:
     """Equal for batches that a step treats alike: structure, shapes, dtypes; of plain values only the type."""
     if isinstance(value, Tensor):
         return (tuple(value.shape), value.dtype)
-    if _is_container(value):
-        return (type(value), *((name, signature(child)) for name, child in _children(value)))
+    if is_container(value):
+        return (type(value), *((name, signature(child)) for name, child in children(value)))
     return repr(value) if isinstance(value, (bool, type(None))) else type(value).__name__
 
 
-def detached(value: Any) -> Any:
-    """``value`` with its tensors detached."""
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with ``change`` applied to its tensors."""
     if isinstance(value, Tensor):
-        return value.detach()
-    if _is_container(value):
-        return _rebuild(value, [detached(child) for _, child in _children(value)])
+        return change(value)
+    if is_container(value):
+        return _rebuild(value, [mapped(child, change) for _, child in children(value)])
     return value
 
 
@@ -172,8 +172,8 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], path: str = "") -> Any:
         return _join_tensors(outputs, sizes, path)
     if isinstance(first, list) and all(len(o) == size for o, size in pairs):
         return [item for o in outputs for item in o]
-    if _is_container(first):
-        parts = [list(_children(o)) for o in outputs]
+    if is_container(first):
+        parts = [list(children(o)) for o in outputs]
         names = [name for name, _ in parts[0]]
         if any([name for name, _ in part] != names for part in parts):
             raise ValueError(f"The step returned different entries for the micro-batches of one batch (output{path}).")

@@ -26,11 +26,12 @@ from lightning_partrain.parallel.pipeline.cut import (
     extend_cut,
     parameter_stages,
 )
+from lightning_partrain.parallel.pipeline.random_states import seeded
 from lightning_partrain.parallel.pipeline.record import CannotCutError, Recording, record
 from lightning_partrain.parallel.pipeline.results import LogBook, Messages, loggers_of_a_step, share_metrics
 from lightning_partrain.parallel.pipeline.schedule import Schedule, build_schedule, run_one_stage
 from lightning_partrain.parallel.pipeline.sources import tensors_in
-from lightning_partrain.parallel.pipeline.stage import Stage, empty_of_numbers, seeded
+from lightning_partrain.parallel.pipeline.stage import Stage, empty_of_numbers
 from lightning_partrain.parallel.pipeline.units import Unit, block_lists, find_units
 
 Context = Callable[[], Any]
@@ -386,7 +387,7 @@ class Pipeline:
             raise
 
     def _finish(self, index: int, output: Any) -> Tensor:
-        self._outputs.append(batches.detached(output))
+        self._outputs.append(batches.mapped(output, Tensor.detach))
         if not torch.is_grad_enabled():
             return torch.zeros((), device=self.device)
         loss = self._loss_of(output)

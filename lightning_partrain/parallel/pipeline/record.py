@@ -492,16 +492,8 @@ def _make_fake(module: nn.Module, mode: Any, known: dict[Tensor, Any]) -> None:
 
 
 def _as_fake(value: Any, mode: Any) -> Any:
-    return _mapped(value, lambda tensor: mode.from_tensor(tensor.detach()))
+    return batches.mapped(value, lambda tensor: mode.from_tensor(tensor.detach()))
 
 
 def _copied(value: Any) -> Any:
-    return _mapped(value, lambda tensor: tensor.detach().clone())
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if batches._is_container(value):
-        return batches._rebuild(value, [_mapped(child, change) for _, child in batches._children(value)])
-    return value
+    return batches.mapped(value, lambda tensor: tensor.detach().clone())

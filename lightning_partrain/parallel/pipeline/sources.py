@@ -31,8 +31,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
         for item in value:
             yield from tensors_in(item)
-    elif batches._is_container(value):
-        for _, item in batches._children(value):
+    elif batches.is_container(value):
+        for _, item in batches.children(value):
             yield from tensors_in(item)
 
 

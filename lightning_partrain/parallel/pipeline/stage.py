@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,13 +11,9 @@ from torch import Tensor, nn
 
 from lightning_partrain import compat
 from lightning_partrain.parallel.pipeline.cut import Crossing, Cut, Flow
+from lightning_partrain.parallel.pipeline.random_states import seeded, torch_seeded
 from lightning_partrain.parallel.pipeline.record import Leaf, Recording
 from lightning_partrain.parallel.pipeline.units import Unit
-
-try:
-    import numpy
-except ImportError:  # a step that uses it has it
-    numpy = None  # type: ignore[assignment]
 
 
 class StageDone(BaseException):
@@ -81,43 +76,6 @@ class StandIns:
 def empty_of_numbers(tensor: Tensor) -> Tensor:
     """Fill with NaN where the dtype has it, with zero elsewhere."""
     return tensor.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0)
-
-
-@contextmanager
-def torch_seeded(seed: int | None) -> Iterator[None]:
-    """torch's random numbers of this device from ``seed`` (or from where they are) on, and as they were afterwards.
-
-    Not ``torch.manual_seed``: it formats a stack trace for devices that are not there, 2 ms a call (torch 2.13).
-    """
-    gpu = torch.cuda.is_initialized()
-    state, gpu_state = torch.default_generator.get_state(), torch.cuda.get_rng_state() if gpu else None
-    if seed is not None:
-        torch.default_generator.manual_seed(seed)
-        if gpu:
-            torch.cuda.manual_seed(seed)
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(state)
-        if gpu_state is not None:
-            torch.cuda.set_rng_state(gpu_state)
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Python's, numpy's and torch's random numbers from ``seed`` on, and as they were afterwards."""
-    python = random.getstate()
-    array = numpy.random.get_state() if numpy is not None else None
-    random.seed(seed)
-    if numpy is not None:
-        numpy.random.seed(seed % (1 << 32))
-    try:
-        with torch_seeded(seed):
-            yield
-    finally:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(array)
 
 
 class Stage(nn.Module):
