@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -37,6 +38,7 @@ __all__ = [
     "FakeTensorMode",
     "PrefetchDataFetcher",
     "ReduceScatter",
+    "StridedShard",
     "SubprocessScriptLauncher",
     "TorchDispatchMode",
     "agree_on_epoch_metrics",
@@ -401,8 +403,8 @@ def fsdp_gathered(root: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
 
 
 @torch.no_grad()
-def remove_fully_shard(root: nn.Module) -> None:
-    """Undo ``fully_shard`` everywhere in ``root``: plain full parameters, the module's own class, no hooks.
+def remove_fully_shard(root: nn.Module, gathered: Callable[[DTensor], Tensor]) -> None:
+    """Undo ``fully_shard`` everywhere in ``root``: the parameters that ``gathered`` gives, the module's own class, no hooks.
 
     Collective over the mesh. torch (2.11 to 2.13) offers no way back.
     """
@@ -410,12 +412,13 @@ def remove_fully_shard(root: nn.Module) -> None:
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+    sharded = {param.sharded_param for param in fsdp_params(root)}
     for module in root.modules():
         for name, param in list(module._parameters.items()):
-            if param is None or not hasattr(param, "full_tensor"):
+            if param is None or param not in sharded:
                 continue
             if param not in full:
-                full[param] = nn.Parameter(param.full_tensor().detach().clone(), requires_grad=param.requires_grad)
+                full[param] = nn.Parameter(gathered(param).detach(), requires_grad=param.requires_grad)
             module._parameters[name] = full[param]
     for module in root.modules():
         if isinstance(module, FSDPModule):

@@ -59,6 +59,7 @@ class ParallelSizes:
         data_parallel_size: Size = "auto",
         data_parallel_replicate_size: int = 1,
         pipeline_parallel_size: Size = "auto",
+        tensor_parallel_size: Size = "auto",
     ) -> ParallelSizes:
         """Sizes for ``world_size`` processes.
 
@@ -67,6 +68,7 @@ class ParallelSizes:
             data_parallel_size: data-parallel ranks in all, replicas included; ``"auto"`` takes the ranks that are left.
             data_parallel_replicate_size: how many replicas they form; each replica is sharded over the rest (HSDP).
             pipeline_parallel_size: stages of the pipeline; ``"auto"`` is 1.
+            tensor_parallel_size: ranks that hold each layer together; ``"auto"`` is 1.
 
         Raises:
             ValueError: when the sizes do not multiply to ``world_size``.
@@ -76,22 +78,30 @@ class ParallelSizes:
             ("data_parallel_replicate_size", replicas, ""),
             ("data_parallel_size", data_parallel_size, "'auto' or "),
             ("pipeline_parallel_size", pipeline_parallel_size, "'auto' or "),
+            ("tensor_parallel_size", tensor_parallel_size, "'auto' or "),
         ):
             if (value != "auto" or not auto) and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name} must be {auto}a whole number of at least 1, not {value!r}.")
         stages = 1 if pipeline_parallel_size == "auto" else pipeline_parallel_size
-        if data_parallel_size == "auto" and world_size % stages:
+        tensor = 1 if tensor_parallel_size == "auto" else tensor_parallel_size
+        others = stages * tensor
+        named = {"pipeline_parallel_size": stages, "tensor_parallel_size": tensor}
+        given = [f"{name}={size}" for name, size in named.items() if size > 1]
+        if data_parallel_size == "auto" and world_size % others:
             raise ValueError(
-                f"pipeline_parallel_size={stages} does not divide the {world_size} processes that devices x num_nodes gives."
+                f"{' times '.join(given)}{f' = {others}' if len(given) > 1 else ''} does not divide the {world_size} processes that "
+                "devices x num_nodes gives."
             )
-        size = world_size // stages if data_parallel_size == "auto" else data_parallel_size
-        if size * stages != world_size:
-            both = f"data_parallel_size={size}" + (f" with pipeline_parallel_size={stages}" if stages > 1 else "")
-            fitting = f"{world_size // stages} or 'auto'" if world_size % stages == 0 else "'auto'"
-            other = f" and pipeline_parallel_size={world_size // size}" if world_size % size == 0 else ""
+        size = world_size // others if data_parallel_size == "auto" else data_parallel_size
+        if size * others != world_size:
+            both = f"data_parallel_size={size}" + (f" with {' and '.join(given)}" if given else "")
+            fitting = f"{world_size // others} or 'auto'" if world_size % others == 0 else "'auto'"
+            other = ""
+            if world_size % size == 0 and world_size // size % tensor == 0:
+                other = f" and pipeline_parallel_size={world_size // size // tensor}"
             raise ValueError(
-                f"{both} needs {size * stages} processes, but devices x num_nodes gives {world_size}. "
-                f"Set data_parallel_size={fitting}{f', or keep it{other}' if other else ''}, or start {size * stages} processes."
+                f"{both} needs {size * others} processes, but devices x num_nodes gives {world_size}. "
+                f"Set data_parallel_size={fitting}{f', or keep it{other}' if other else ''}, or start {size * others} processes."
             )
         if size % replicas:
             fitting = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
@@ -99,7 +109,7 @@ class ParallelSizes:
                 f"data_parallel_replicate_size={replicas} does not divide the {size} data-parallel ranks. "
                 f"Sizes that do: {fitting}."
             )
-        return cls(pp=stages, dp_replicate=replicas, dp_shard=size // replicas)
+        return cls(pp=stages, dp_replicate=replicas, dp_shard=size // replicas, tp=tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,6 +184,12 @@ class ParallelMesh:
             if self.sizes.dp_replicate > 1
             else self.device_mesh["dp_shard"]
         )
+
+    @cached_property
+    def shard_and_tensor_mesh(self) -> DeviceMesh:
+        """The mesh of parameters that are cut by a tensor-parallel plan and sharded as well."""
+        axes = ("dp_shard", "tp")
+        return self.device_mesh[("dp_replicate", *axes) if self.sizes.dp_replicate > 1 else axes]
 
     @property
     def data_parallel_rank(self) -> int:

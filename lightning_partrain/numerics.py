@@ -42,6 +42,14 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return compat.local_part(tensor)
 
 
+def as_dtensor(local: Tensor, like: Tensor) -> DTensor:
+    """``local``, this rank's part of a tensor, as a DTensor of the shape and placement of ``like``."""
+    assert isinstance(like, DTensor)
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 def sharded_axes(tensor: Tensor) -> tuple[tuple[DeviceMesh, int], ...]:
     """The (mesh, mesh axis) pairs over which ``tensor`` is cut; empty for plain and replicated tensors.
 

@@ -7,6 +7,7 @@ them, and returns what each returned. `assert_same_as_one_process` is the oracle
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import socket
@@ -51,21 +52,29 @@ def run_ranks(
         pids, start = [], time.monotonic()
         sys.stdout.flush()
         sys.stderr.flush()
+        gc.freeze()  # a child must not collect the parent's garbage: its finalizers may wait for threads that did not fork
         for rank in range(ranks):
             pid = os.fork()
             if pid == 0:
                 _child(rank, ranks, port, function, Path(folder), environment or {})
             pids.append(pid)
+        gc.unfreeze()
         codes = _wait(pids, start + timeout)
         seconds = time.monotonic() - start
         reports = [Path(folder, f"{rank}.log").read_text() for rank in range(ranks)]
         if any(code != 0 for code in codes):
             late = " (timed out; stacks below)" if None in codes else ""
-            text = "\n".join(f"----- rank {r}, exit code {codes[r]} -----\n{reports[r]}" for r in range(ranks))
+            text = "\n".join(f"----- rank {r}, exit code {codes[r]} -----\n{_short(reports[r])}" for r in range(ranks))
             raise RankFailure(
                 f"{ranks} ranks ended with {codes}{late} after {seconds:.1f} s\n{text}", reports, codes, seconds
             )
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(ranks)]
+
+
+def _short(report: str, lines: int = 40) -> str:
+    """The beginning and the end of a report: enough to see where each rank stood when logs are cut."""
+    text = report.splitlines()
+    return report if len(text) <= 2 * lines else "\n".join([*text[:lines], "  [...]", *text[-lines:]])
 
 
 def _child(

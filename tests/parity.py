@@ -14,10 +14,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_partrain import numerics
+from lightning_partrain.parallel import placement
+from lightning_partrain.parallel.placement import Fused
 from lightning_partrain.strategies import Hybrid3DStrategy
 from tests.harness import run_ranks, trainer
 from tests.models import BATCH, CASES, Case
 from tests.pipeline_models import PIPELINE_CASES
+from tests.tensor_models import TENSOR_CASES
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,16 @@ class Record:
 
 
 def case_of(run: Run) -> Case:
-    return CASES[run.case] if run.case in CASES else PIPELINE_CASES[run.case]
+    return {**CASES, **PIPELINE_CASES, **TENSOR_CASES}[run.case]
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+def whole(tensor: Tensor, fused: Fused | None = None) -> Tensor:
+    return (placement.whole(tensor, fused) if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def whole_by_name(trainer: pl.Trainer, named: dict[str, Tensor]) -> dict[str, Tensor]:
+    fused = getattr(trainer.strategy, "_fused_names", {})
+    return {name: whole(tensor, fused.get(name)) for name, tensor in named.items()}
 
 
 class Recorder(pl.Callback):
@@ -71,10 +79,11 @@ class Recorder(pl.Callback):
         params = self._parameters(trainer)
         norm = getattr(trainer.strategy, "grad_norm", lambda: numerics.grad_norm(params.values()))
         self.record.norms.append(float(norm()))
-        self.record.gradients.append({n: whole(p.grad) for n, p in params.items() if p.grad is not None})
+        gradients = {n: p.grad for n, p in params.items() if p.grad is not None}
+        self.record.gradients.append(whole_by_name(trainer, gradients))
 
     def on_before_zero_grad(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.record.parameters.append({n: whole(p) for n, p in self._parameters(trainer).items()})
+        self.record.parameters.append(whole_by_name(trainer, self._parameters(trainer)))
 
     def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
         self.record.metrics = {k: float(v) for k, v in trainer.callback_metrics.items()}
@@ -92,7 +101,9 @@ def shares(
     return DataLoader(TensorDataset(*mine), batch_size=batch // ranks)
 
 
-def fit(run: Run, rank: int = 0, ranks: int = 1, strategy: Any = "auto", stages: int = 1, **options: Any) -> Record:
+def fit(
+    run: Run, rank: int = 0, ranks: int = 1, strategy: Any = "auto", stages: int = 1, tensor: int = 1, **options: Any
+) -> Record:
     case = case_of(run)
     torch.manual_seed(0)
     module = case.build()
@@ -101,8 +112,8 @@ def fit(run: Run, rank: int = 0, ranks: int = 1, strategy: Any = "auto", stages:
     recorder = Recorder()
     if run.clip is not None:
         options |= {"gradient_clip_algorithm": run.clip[0], "gradient_clip_val": run.clip[1]}
-    replicas = ranks // stages
-    loader = shares(data, rank % replicas, replicas, loader=case.loader)
+    replicas = ranks // stages // tensor
+    loader = shares(data, rank // tensor % replicas, replicas, loader=case.loader)
     trainer(
         strategy,
         ranks,
@@ -212,16 +223,16 @@ def complete(records: list[Record], stages: int) -> None:
 
 
 def assert_same_as_one_process(
-    run: Run, ranks: int, strategy: Callable[[], Any], timeout: float = 120.0, stages: int = 1, **options: Any
+    run: Run, ranks: int, strategy: Callable[[], Any], timeout: float = 120.0, stages: int = 1, tensor: int = 1, **options: Any
 ) -> list[Record]:
-    """Train ``run`` on ``ranks`` forked ranks, ``stages`` of them a pipeline, and in one process; every rank must have seen
+    """Train ``run`` on ``ranks`` forked ranks, ``stages`` of them a pipeline and ``tensor`` of them one layer, and in one process; every rank must have seen
     the same.
 
     Losses, epoch metrics and the gradient norm to 1e-10 relative in float64 (1e-5 in float32), gradients and parameters
     by name at every optimizer step in float64.
     """
     expected = one_process(run)
-    records = run_ranks(ranks, lambda rank: fit(run, rank, ranks, strategy(), stages, **options), timeout=timeout)
+    records = run_ranks(ranks, lambda rank: fit(run, rank, ranks, strategy(), stages, tensor, **options), timeout=timeout)
     complete(records, stages)
     bad = [f"rank {rank}: {line}" for rank, record in enumerate(records) for line in differences(record, expected, run)]
     assert not bad, f"{run} on {ranks} ranks:\n" + "\n".join(bad[:2000])

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_partrain.numerics import local_tensor
-from lightning_partrain.parallel.optimizer import as_dtensor, is_elementwise, local_rows
+from lightning_partrain.numerics import as_dtensor, local_tensor
+from lightning_partrain.parallel.optimizer import is_elementwise
+from lightning_partrain.parallel.placement import Fused, local_part_of, whole
 
 #: What this package adds to a checkpoint.
 KEY = "lightning_partrain"
@@ -30,30 +31,39 @@ def _is_rows(value: Any, param: DTensor) -> bool:
     return plain and value.ndim > 0 and value.shape == local_tensor(param).shape
 
 
-def _whole(value: Any, param: Tensor, keep: bool) -> Any:
+def _not_fused(param: Tensor) -> Fused | None:
+    return None
+
+
+def _whole(value: Any, param: Tensor, fused: Fused | None, keep: bool) -> Any:
     """A state value as one process would hold it, on the host; ``None`` where it is not kept."""
     if isinstance(param, DTensor) and _is_rows(value, param):
         value = as_dtensor(value, param)
     if isinstance(value, DTensor):
-        value = value.full_tensor()
+        value = whole(value, fused if value.shape == param.shape else None)
     if not keep:
         return None
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
 def full_optimizer_state(
-    optimizer: torch.optim.Optimizer, stepped: Callable[[Tensor], Tensor] = lambda param: param, keep: bool = True
+    optimizer: torch.optim.Optimizer,
+    stepped: Callable[[Tensor], Tensor] = lambda param: param,
+    keep: bool = True,
+    fused: Callable[[Tensor], Fused | None] = _not_fused,
 ) -> dict[str, Any]:
     """``optimizer.state_dict()`` as one process would give it.
 
     Collective when the optimizer is sharded: one tensor after the other is gathered. Ranks with ``keep=False`` take part and
-    get an empty dict. ``stepped`` maps the parameters that the optimizer holds to those it updates, which may be shards.
+    get an empty dict. ``stepped`` maps the parameters that the optimizer holds to those it updates, which may be shards, ``fused``
+    to the order in which their ranks hold them.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     state: dict[int, dict[str, Any]] = {}
     for index, param in enumerate(params):
         if param in optimizer.state:
-            state[index] = {key: _whole(value, stepped(param), keep) for key, value in optimizer.state[param].items()}
+            values = optimizer.state[param].items()
+            state[index] = {key: _whole(value, stepped(param), fused(param), keep) for key, value in values}
     if not keep:
         return {}
     groups = optimizer.state_dict()["param_groups"]
@@ -64,6 +74,7 @@ def load_full_optimizer_state(
     optimizer: torch.optim.Optimizer,
     saved: Mapping[str, Any],
     stepped: Callable[[Tensor], Tensor] = lambda param: param,
+    fused: Callable[[Tensor], Fused | None] = _not_fused,
 ) -> None:
     """Load what :func:`full_optimizer_state` or a plain optimizer gave; each rank keeps its rows. No communication.
 
@@ -84,7 +95,7 @@ def load_full_optimizer_state(
         cut = {}
         for key, value in values.items():
             if isinstance(param, DTensor) and isinstance(value, Tensor) and value.ndim and value.shape == param.shape:
-                rows = local_rows(value, param)
+                rows = local_part_of(value, param, fused(params[int(index)]))
                 value = rows if local else as_dtensor(rows, param)
             cut[key] = value
         state[index] = cut

@@ -15,19 +15,12 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 from lightning_partrain import compat
 from lightning_partrain.mesh import ParallelMesh
 from lightning_partrain.numerics import local_tensor
-from lightning_partrain.parallel.optimizer import (
-    LocalRows,
-    around_step,
-    as_dtensor,
-    is_elementwise,
-    local_rows,
-    shard_state,
-)
+from lightning_partrain.parallel.optimizer import LocalRows, around_step, is_elementwise, shard_state
+from lightning_partrain.parallel.placement import Fused, without_shards
 from lightning_partrain.parallel.replicate import Reduce, ReplicatedModel
 from lightning_partrain.sync.reducer import GradientReducer
 
@@ -90,6 +83,7 @@ class FullyShardedModel(ReplicatedModel):
         reduce: Reduce,
         training: bool = True,
         absent: Collection[Tensor] = frozenset(),
+        fused: Mapping[str, Fused] | None = None,
         *,
         automatic: bool = True,
         blocks: list[nn.Module] | None = None,
@@ -113,7 +107,7 @@ class FullyShardedModel(ReplicatedModel):
             self.around_stage = (lambda args: enter(args, {}, True)[0], lambda output: leave(output, True))
         self._used: set[Any] = set()
         self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        super().__init__(module, mesh, reduce, training, absent)
+        super().__init__(module, mesh, reduce, training, absent, fused)
         if training:
             self._watch_zero_grad()
 
@@ -249,23 +243,11 @@ class FullyShardedModel(ReplicatedModel):
 
     def state_dict(self, keep: bool = True) -> dict[str, Any]:
         self._reshard()
-        whole = {}
-        for name, value in self.module.state_dict().items():
-            full = value.full_tensor().cpu() if isinstance(value, DTensor) else value
-            if keep:
-                whole[name] = full
-        return whole
+        return super().state_dict(keep)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
         self._reshard()
-        now = self.module.state_dict()
-        cut = {
-            name: as_dtensor(local_rows(value, now[name]), now[name])
-            if isinstance(now.get(name), DTensor) and not isinstance(value, DTensor)
-            else value
-            for name, value in state_dict.items()
-        }
-        self.module.load_state_dict(cut, strict=strict)
+        super().load_state_dict(state_dict, strict)
 
     def release(self) -> None:
         super().release()
@@ -273,7 +255,7 @@ class FullyShardedModel(ReplicatedModel):
             self.module.__dict__.pop(name, None)
             if own is not None:
                 self.module.__dict__[name] = own
-        compat.remove_fully_shard(self.module)
+        compat.remove_fully_shard(self.module, without_shards)
 
     def state_tensors(self) -> dict[str, list[Tensor]]:
         params = [p.sharded_param for p in compat.fsdp_params(self.module)] + [p for _, p in self._whole]

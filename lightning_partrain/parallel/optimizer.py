@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_partrain.numerics import local_tensor
+from lightning_partrain.numerics import as_dtensor, local_tensor
+from lightning_partrain.parallel.placement import local_part_of
 
 #: Optimizers whose step treats every element alone. They may step on this rank's rows as plain tensors, which spares the
 #: dispatch of one DTensor operation after the other. All others are given DTensors and see whole tensors.
@@ -32,20 +33,6 @@ ELEMENTWISE = (
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``optimizer`` is exactly one of :data:`ELEMENTWISE`; a subclass may do anything."""
     return type(optimizer) in ELEMENTWISE
-
-
-def local_rows(full: Tensor, like: DTensor) -> Tensor:
-    """This rank's part of ``full`` (the shape of ``like``), cut as ``like`` is. No communication."""
-    cut = distribute_tensor(full.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-    return cut.to_local().clone()
-
-
-def as_dtensor(local: Tensor, like: Tensor) -> DTensor:
-    """``local``, this rank's part of a tensor, as a DTensor of the shape and placement of ``like``."""
-    assert isinstance(like, DTensor)
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
 
 
 def swap_parameters(optimizer: torch.optim.Optimizer, new: Mapping[Tensor, Tensor]) -> None:
@@ -73,7 +60,7 @@ def shard_state(optimizer: torch.optim.Optimizer, shard_of: Mapping[Tensor, Tens
                     and value.ndim
                     and value.shape == shard.shape
                 ):
-                    rows = local_rows(value, shard)
+                    rows = local_part_of(value, shard)
                     state[key] = rows if local else as_dtensor(rows, shard)
 
 

@@ -11,10 +11,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_partrain.mesh import ParallelMesh
-from lightning_partrain.numerics import local_tensor
+from lightning_partrain.numerics import as_dtensor, local_tensor
+from lightning_partrain.parallel.optimizer import LocalRows, around_step, is_elementwise, shard_state
+from lightning_partrain.parallel.placement import Fused, local_part_of, whole
 from lightning_partrain.sync.reducer import GradientReducer
 
 Reduce = Literal["window", "micro_batch"]
@@ -29,6 +32,7 @@ class ReplicatedModel:
         reduce: ``"window"`` averages gradients once per accumulation window, ``"micro_batch"`` after every backward pass.
         training: whether gradients will be computed; without, nothing is installed.
         absent: parameters that live on other pipeline stages.
+        fused: name -> the order in which tensor-parallel ranks hold a parameter, where it is not the model's.
     """
 
     def __init__(
@@ -38,8 +42,10 @@ class ReplicatedModel:
         reduce: Reduce,
         training: bool = True,
         absent: Collection[Tensor] = frozenset(),
+        fused: Mapping[str, Fused] | None = None,
     ) -> None:
         self.module, self.mesh, self.reduce, self.training, self.absent = module, mesh, reduce, training, absent
+        self.fused = fused or {}
         self._handles: list[RemovableHandle] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self.reducer = self._make_reducer() if training else None
@@ -120,6 +126,12 @@ class ReplicatedModel:
         Args:
             wrapper: Lightning's wrapper of it.
         """
+        params = self.held_parameters().values()
+        if any(isinstance(p, DTensor) for p in params):  # tensor-parallel ones, beside plain ones
+            shard_state(optimizer, {p: p for p in params})
+            if is_elementwise(optimizer):
+                rows = LocalRows(optimizer)
+                self._handles += around_step(optimizer, rows.enter, rows.leave)
 
     def _watch_zero_grad(self, optimizer: torch.optim.Optimizer | None = None, wrapper: Any = None) -> None:
         """Let :meth:`_forget` follow ``zero_grad`` of every module, or of an optimizer and its wrapper.
@@ -147,10 +159,25 @@ class ReplicatedModel:
 
     def state_dict(self, keep: bool = True) -> dict[str, Any]:
         """The whole model's state by name. Collective when sharded; ranks with ``keep=False`` get an empty dict."""
-        return self.module.state_dict()
+        state = self.module.state_dict()
+        if not any(isinstance(value, DTensor) for value in state.values()):
+            return state
+        complete = {}
+        for name, value in state.items():
+            full = whole(value, self.fused.get(name)).cpu() if isinstance(value, DTensor) else value
+            if keep:
+                complete[name] = full
+        return complete
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
-        self.module.load_state_dict(state_dict, strict=strict)
+        now = self.module.state_dict()
+        cut = {
+            name: as_dtensor(local_part_of(value, now[name], self.fused.get(name)), now[name])
+            if isinstance(now.get(name), DTensor) and not isinstance(value, DTensor) and value.shape == now[name].shape
+            else value
+            for name, value in state_dict.items()
+        }
+        self.module.load_state_dict(cut, strict=strict)
 
     def release(self) -> None:
         """Make the module whole and plain again, and leave its optimizers alone."""

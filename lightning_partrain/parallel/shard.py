@@ -23,15 +23,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_partrain import compat
 from lightning_partrain.mesh import ParallelMesh
-from lightning_partrain.numerics import local_tensor
+from lightning_partrain.numerics import as_dtensor, local_tensor
 from lightning_partrain.parallel.optimizer import (
     LocalRows,
     around_step,
-    as_dtensor,
     is_elementwise,
     shard_state,
     swap_parameters,
 )
+from lightning_partrain.parallel.placement import Fused, tensor_axis
 from lightning_partrain.parallel.replicate import Reduce, ReplicatedModel
 from lightning_partrain.sync.reducer import Bucket, GradientReducer
 
@@ -61,6 +61,7 @@ class ShardedOptimizerModel(ReplicatedModel):
         reduce: Reduce,
         training: bool = True,
         absent: Collection[Tensor] = frozenset(),
+        fused: Mapping[str, Fused] | None = None,
         *,
         keep_buffers: bool,
     ) -> None:
@@ -80,7 +81,7 @@ class ShardedOptimizerModel(ReplicatedModel):
         self._showing_shards = False
         self._views: dict[Bucket, tuple[Tensor, list[DTensor]]] = {}
         self._plans: dict[Bucket, _GatherPlan] = {}
-        super().__init__(module, mesh, reduce, training, absent)
+        super().__init__(module, mesh, reduce, training, absent, fused)
         if training:
             self._watch_zero_grad()
 
@@ -97,10 +98,18 @@ class ShardedOptimizerModel(ReplicatedModel):
         )
 
     def _row_shard(self, param: nn.Parameter, mesh: ParallelMesh) -> nn.Parameter:
-        placements = [Shard(0)] if mesh.shard_mesh.ndim == 1 else [Replicate(), Shard(0)]
+        device_mesh, placements = mesh.shard_mesh, [Shard(0)]
+        axis = tensor_axis(param)
+        if axis is not None:
+            assert isinstance(param, DTensor)
+            device_mesh, along = mesh.shard_and_tensor_mesh, param.placements[axis]
+            rows_too = along.is_shard(0)  # the rows of a rank's part are no block of rows of the whole
+            placements = [compat.StridedShard(0, split_factor=mesh.size("tp")) if rows_too else Shard(0), along]
+        if mesh.size("dp_replicate") > 1:
+            placements = [Replicate(), *placements]
         shard = DTensor.from_local(
-            self._rows(param.detach(), self._shard_rank),
-            mesh.shard_mesh,
+            self._rows(local_tensor(param), self._shard_rank),
+            device_mesh,
             placements,
             run_check=False,
             shape=param.shape,
@@ -260,7 +269,7 @@ class ShardedOptimizerModel(ReplicatedModel):
         plan = _GatherPlan(buffer)
         for slot in bucket.slots:
             for rank in range(self._shards):
-                rows = self._rows(slot.param.detach(), rank)
+                rows = self._rows(local_tensor(slot.param), rank)
                 place = buffer[rank, slot.offset : slot.offset + rows.numel()].view(rows.shape)
                 mine = rank == self._shard_rank
                 (plan.own if mine else plan.others).append(rows)
@@ -285,7 +294,7 @@ class ShardedOptimizerModel(ReplicatedModel):
 
     def state_tensors(self) -> dict[str, list[Tensor]]:
         states = super().state_tensors()
-        states["parameters"] = [p.detach() for p in self._by_name.values() if p not in self.absent]
-        whole = [p.grad for p in self._by_name.values() if p.grad is not None]
+        states["parameters"] = [local_tensor(p) for p in self._by_name.values() if p not in self.absent]
+        whole = [local_tensor(p.grad) for p in self._by_name.values() if p.grad is not None]
         states["gradients"] = [*whole, *(flat for flat, _ in self._views.values())]  # kept from step to step
         return states

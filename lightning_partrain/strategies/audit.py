@@ -115,6 +115,19 @@ def audit_fingerprints(by_rank: list[list[Any]]) -> None:
             )
 
 
+def audit_batches(by_rank: list[list[str]], step: str) -> None:
+    """Raise, on all of them, when ranks that hold layers together have other samples.
+
+    Raises:
+        ValueError: names the step.
+    """
+    if any(print_ != by_rank[0] for print_ in by_rank):
+        raise ValueError(
+            f"The tensor-parallel ranks of one data-parallel rank got different batches for {step}, but they work on the same samples. Give "
+            "random data sets and samplers a seed of their own (not the rank), or call seed_everything(..., workers=True)."
+        )
+
+
 def audit_optimizer(optimizer: torch.optim.Optimizer, sharded: bool, pipelined: bool) -> None:
     """Raise for optimizers whose rule needs what this rank does not have.
 

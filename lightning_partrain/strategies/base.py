@@ -24,6 +24,7 @@ from lightning_partrain.checkpoint import full
 from lightning_partrain.parallel.batchnorm import restore_batch_norm, synchronize_batch_norm
 from lightning_partrain.parallel.buffers import SharedBuffers, broadcast_tensors
 from lightning_partrain.parallel.optimizer import swap_parameters
+from lightning_partrain.parallel.placement import Fused
 from lightning_partrain.parallel.replicate import ReplicatedModel
 from lightning_partrain.strategies import audit
 from lightning_partrain.strategies.metrics import MetricAgreement
@@ -87,6 +88,8 @@ class MeshStrategy(RankStrategy):
         broadcast_tensors([t.detach() for t in (*self.model.parameters(), *self.model.buffers())])
         self._remember_names(self.model.named_parameters())
         self.buffers = self.cut(trainer)
+        self.cut_layers()
+        self._remember_names(self.model.named_parameters())
         if fitting and self._layer_sync is not None:
             self.model = synchronize_batch_norm(self.model, self.mesh.data_parallel_group)
         self.model_parallel = self.parallelize(self.model, training=fitting)
@@ -110,6 +113,13 @@ class MeshStrategy(RankStrategy):
         """
         assert self.model is not None
         return SharedBuffers(self.model)
+
+    def cut_layers(self) -> None:
+        """After :meth:`cut`: a strategy whose ranks hold layers together cuts them here."""
+
+    def fused(self, param: Tensor) -> Fused | None:
+        """The order in which ranks hold a parameter of an optimizer together, where it is not the model's."""
+        return None
 
     def share_metrics(self) -> None:
         """Before epoch values are computed: give torchmetrics what other ranks have seen, where not all saw the same."""
@@ -318,7 +328,13 @@ class MeshStrategy(RankStrategy):
         return self.model_parallel.state_dict(keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return full.full_optimizer_state(compat.unwrap_optimizer(optimizer), self._stepped, keep=self.is_global_zero)
+        optimizer = compat.unwrap_optimizer(optimizer)
+        return full.full_optimizer_state(optimizer, self._stepped, self.is_global_zero, self.fused)
+
+    @staticmethod
+    def name_of(param: Tensor) -> str:
+        """The name that a parameter has, or had, in its module."""
+        return str(_NAMES.get(param, ""))
 
     @staticmethod
     def _parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -353,12 +369,12 @@ class MeshStrategy(RankStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            full.load_full_optimizer_state(compat.unwrap_optimizer(optimizer), saved, self._stepped)
+            full.load_full_optimizer_state(compat.unwrap_optimizer(optimizer), saved, self._stepped, self.fused)
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Undo :meth:`cut`: the module is whole on every rank again."""
+        """Undo :meth:`cut_layers` and :meth:`cut`: the module is whole on every rank again."""
 
     def teardown(self) -> None:
         if self.model_parallel is not None:

@@ -14,10 +14,10 @@ from lightning_partrain.parallel.replicate import Reduce, ReplicatedModel
 from lightning_partrain.parallel.shard import ShardedOptimizerModel
 from lightning_partrain.strategies import audit
 from lightning_partrain.strategies.loaders import same_length
-from lightning_partrain.strategies.pipelined import PipelinedStrategy
+from lightning_partrain.strategies.tensor_parallel import TensorParallelStrategy
 
 
-class Hybrid3DStrategy(PipelinedStrategy):
+class Hybrid3DStrategy(TensorParallelStrategy):
     """Train an unchanged LightningModule on many ranks, with the numbers of one process on the same global batch.
 
     Args:
@@ -28,6 +28,10 @@ class Hybrid3DStrategy(PipelinedStrategy):
             block).
         reduce: average gradients once per accumulation ``"window"`` (least traffic; whole gradients are kept meanwhile) or
             after every ``"micro_batch"`` (least memory: between backward passes only shards are kept).
+        tensor_parallel_size: ranks that hold each layer together and work on the same samples; ``"auto"`` is 1.
+        tensor_parallel_plan: which layers are cut, and how: ``"auto"``, or a mapping from names of modules (``*`` stands for any
+            part) to styles, such as ``{"layers.*.up_proj": "colwise", "layers.*.down_proj": "rowwise"}``. Later entries override
+            earlier ones, and ``"auto"`` is a style, too.
         pipeline_parallel_size: stages of the pipeline: ranks that hold different layers and work on the same samples.
         num_microbatches: into how many parts a data-parallel rank's batch is cut; ``"auto"`` is the largest divisor of the batch
             size up to four times the number of stages. A number also works without a pipeline.
@@ -47,6 +51,8 @@ class Hybrid3DStrategy(PipelinedStrategy):
         data_parallel_replicate_size: int = 1,
         zero_stage: Literal[0, 1, 2, 3] = 1,
         reduce: Reduce = "window",
+        tensor_parallel_size: Size = "auto",
+        tensor_parallel_plan: Literal["auto"] | dict[str, str] = "auto",
         pipeline_parallel_size: Size = "auto",
         num_microbatches: int | Literal["auto"] = "auto",
         schedule: Schedule = "1f1b",
@@ -54,7 +60,9 @@ class Hybrid3DStrategy(PipelinedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | float = 1800.0,
     ) -> None:
-        super().__init__(num_microbatches, schedule, pipeline_split, process_group_backend, timeout)
+        super().__init__(
+            tensor_parallel_plan, num_microbatches, schedule, pipeline_split, process_group_backend, timeout
+        )
         if zero_stage not in (0, 1, 2, 3) or isinstance(zero_stage, bool):
             raise ValueError(
                 f"zero_stage={zero_stage!r} does not exist. The stages are 0 (nothing sharded), 1 (optimizer state), 2 (and gradients) "
@@ -66,12 +74,17 @@ class Hybrid3DStrategy(PipelinedStrategy):
         self.data_parallel_replicate_size = data_parallel_replicate_size
         self.zero_stage = zero_stage
         self.reduce_when = reduce
+        self.tensor_parallel_size = tensor_parallel_size
         self.pipeline_parallel_size = pipeline_parallel_size
         self._gathers = True  # whether prediction may gather parameters, which all ranks have to do together
 
     def sizes(self, world_size: int) -> ParallelSizes:
         sizes = ParallelSizes.resolve(
-            world_size, self.data_parallel_size, self.data_parallel_replicate_size, self.pipeline_parallel_size
+            world_size,
+            self.data_parallel_size,
+            self.data_parallel_replicate_size,
+            self.pipeline_parallel_size,
+            self.tensor_parallel_size,
         )
         self.check_micro_batches(sizes.pp)
         return sizes
@@ -92,11 +105,11 @@ class Hybrid3DStrategy(PipelinedStrategy):
 
     @property
     def sharded(self) -> bool:
-        return self.zero_stage > 0
+        return self.zero_stage > 0 or self._tensor_ranks > 1
 
     def layout(self) -> dict[str, Any]:
         assert self.mesh is not None
-        return {**super().layout(), "pp": self.mesh.sizes.pp, "zero_stage": self.zero_stage}
+        return {**super().layout(), "pp": self.mesh.sizes.pp, "tp": self.mesh.sizes.tp, "zero_stage": self.zero_stage}
 
     def audit(self, trainer: Any) -> None:
         super().audit(trainer)
@@ -115,14 +128,15 @@ class Hybrid3DStrategy(PipelinedStrategy):
     def parallelize(self, module: nn.Module, training: bool) -> ReplicatedModel:
         assert self.mesh is not None and self.lightning_module is not None
         absent = self.pipeline.absent if self.pipeline is not None else frozenset[Tensor]()
+        fused = self._fused_names
         if self.zero_stage == 0 or not (training or self._gathers):
-            return ReplicatedModel(module, self.mesh, self.reduce_when, training, absent)
+            return ReplicatedModel(module, self.mesh, self.reduce_when, training, absent, fused)
         if self.zero_stage == 3:
             automatic = self.lightning_module.automatic_optimization
             blocks = None if self.pipeline is None else self.pipeline.own_blocks()
             return FullyShardedModel(
-                module, self.mesh, self.reduce_when, training, absent, automatic=automatic, blocks=blocks
+                module, self.mesh, self.reduce_when, training, absent, fused, automatic=automatic, blocks=blocks
             )
         return ShardedOptimizerModel(
-            module, self.mesh, self.reduce_when, training, absent, keep_buffers=self.zero_stage == 1
+            module, self.mesh, self.reduce_when, training, absent, fused, keep_buffers=self.zero_stage == 1
         )

@@ -104,6 +104,7 @@ class PipelinedStrategy(MeshStrategy):
             self._stage_host_group,
             self.root_device,
             seed,
+            self.layers_together(),
         )
         steps = first_steps(trainer)
         if not steps:
@@ -121,6 +122,10 @@ class PipelinedStrategy(MeshStrategy):
             self.mesh.data_parallel_group,
             {name for name, home in pipeline.buffer_lives.items() if home == pipeline.index},
         )
+
+    def layers_together(self) -> list[list[str]]:
+        """Names of modules that no stage may separate."""
+        return []
 
     def share_metrics(self) -> None:
         if self.pipeline is not None:
@@ -186,9 +191,9 @@ class PipelinedStrategy(MeshStrategy):
 
     @property
     def _first_replica(self) -> bool:
-        """Whether this rank is of the first data-parallel replica, whose stages make a checkpoint together."""
+        """Whether this rank is of those whose stages make a checkpoint together."""
         assert self.mesh is not None
-        return self.mesh.data_parallel_rank == 0
+        return self.mesh.data_parallel_rank == 0 and self.mesh.rank("tp") == 0
 
     def _whole_state(self) -> dict[str, Any]:
         if self.pipeline is None or self._stage_host_group is None:
@@ -203,7 +208,7 @@ class PipelinedStrategy(MeshStrategy):
         if self._optimizer_homes is None or self._stage_host_group is None:
             return super().optimizer_state(optimizer)
         optimizer = compat.unwrap_optimizer(optimizer)
-        own = full.full_optimizer_state(optimizer, self._stepped, keep=self._first_replica)
+        own = full.full_optimizer_state(optimizer, self._stepped, self._first_replica, self.fused)
         if not self._first_replica:
             return {}
         names = self._parameter_names(optimizer)

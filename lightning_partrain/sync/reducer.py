@@ -19,8 +19,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_partrain import compat
+from lightning_partrain.numerics import as_dtensor, local_tensor
 
 #: The first bucket is small, so that communication starts early; the others are as large as those of torch's DDP.
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
@@ -43,6 +45,7 @@ class Slot:
     filled: bool = False
     arrived: bool = False
     view: Tensor | None = None
+    gradient: Tensor | None = None  # the view as the parameter's gradient
 
     @property
     def span(self) -> slice:
@@ -62,8 +65,9 @@ class Bucket:
         self.shards, self.cut, self.slots = shards, cut, []
         offset = 0
         for name, param in params:
-            rows = param.shape[0] if param.ndim else 1
-            columns = -(-rows // shards) * (param.numel() // rows if rows else 0)
+            local = local_tensor(param)
+            rows = local.shape[0] if param.ndim else 1
+            columns = -(-rows // shards) * (local.numel() // rows if rows else 0)
             self.slots.append(Slot(name, param, offset, columns))
             offset += columns
         self.flags_at = offset
@@ -83,13 +87,18 @@ class Bucket:
         if self.buffer is None:
             self.buffer = torch.zeros((self.shards, self.width), dtype=self.dtype, device=self.device)
             for slot in self.slots:
-                slot.view = self.buffer[:, slot.span] if self.cut else self.buffer[0, slot.span].view(slot.param.shape)
+                if self.cut:
+                    slot.view = self.buffer[:, slot.span]
+                else:
+                    slot.view = self.buffer[0, slot.span].view(local_tensor(slot.param).shape)
+                    is_plain = not isinstance(slot.param, DTensor)
+                    slot.gradient = slot.view if is_plain else as_dtensor(slot.view, slot.param)
         return self.buffer
 
     def free(self) -> None:
         self.buffer = None
         for slot in self.slots:
-            slot.view = None
+            slot.view = slot.gradient = None
 
     def put(self, slot: Slot, grad: Tensor, scale: float) -> None:
         """Copy ``scale * grad`` into the slot, or add it when the slot already holds something."""
@@ -129,6 +138,16 @@ class Bucket:
                 buffer[:, slot.span].zero_()
                 flags[:, index] = 0.0
         return buffer
+
+
+def _local_gradient(param: Tensor) -> Tensor | None:
+    """This rank's part of the gradient; a tensor-parallel one may be a sum that is pending, or placed otherwise."""
+    grad = param.grad
+    if isinstance(grad, DTensor) and isinstance(param, DTensor):
+        if grad.placements != param.placements:
+            grad = grad.redistribute(placements=param.placements)
+        return local_tensor(grad)
+    return grad
 
 
 class GradientReducer:
@@ -182,11 +201,11 @@ class GradientReducer:
             key = (param.dtype, param.device, self.cut and param.ndim > 0)
             params, size = open_buckets.get(key, ([], 0))
             limit = BUCKET_BYTES if self.buckets else FIRST_BUCKET_BYTES
-            if params and size + param.nbytes > limit:
+            if params and size + local_tensor(param).nbytes > limit:
                 self.buckets.append(self._bucket(params, key[2]))
                 params, size = [], 0
             params.append((name, param))
-            open_buckets[key] = (params, size + param.nbytes)
+            open_buckets[key] = (params, size + local_tensor(param).nbytes)
         self.buckets += [self._bucket(params, key[2]) for key, (params, _) in open_buckets.items()]
         for bucket in self.buckets:
             for slot in bucket.slots:
@@ -231,11 +250,11 @@ class GradientReducer:
     @staticmethod
     def _adopt(bucket: Bucket, slot: Slot) -> None:
         """In a whole bucket the slot IS the parameter's gradient, so the gradient decides whether the slot is filled."""
-        grad = slot.param.grad
+        grad = _local_gradient(slot.param)
         slot.filled = grad is not None and slot.view is not None and grad.data_ptr() == slot.view.data_ptr()
         if grad is not None and not slot.filled:
             bucket.put(slot, grad, 1.0)
-            slot.param.grad = slot.view
+            slot.param.grad = slot.gradient
 
     def _arrive(self, bucket: Bucket, slot: Slot, param: nn.Parameter) -> None:
         if not self.running:
@@ -245,7 +264,7 @@ class GradientReducer:
                     "the data-parallel ranks. Call self.manual_backward(loss) in place of loss.backward()."
                 )
             return
-        grad = param.grad
+        grad = _local_gradient(param)
         if grad is None:
             return
         if slot.arrived and (bucket.launched or (bucket.scale_on_copy and not bucket.cut)):
@@ -261,7 +280,7 @@ class GradientReducer:
         elif not slot.filled or with_graph:
             slot.filled = False
             bucket.put(slot, value, self.scale if bucket.scale_on_copy else 1.0)
-            param.grad = slot.view
+            param.grad = slot.gradient
         if not slot.arrived:
             slot.arrived = True
             bucket.waiting -= 1
@@ -330,7 +349,7 @@ class GradientReducer:
             self._deliver(bucket, mean, used)
         for slot, any_rank in zip(bucket.slots, used, strict=True):
             if not bucket.cut:
-                slot.param.grad = slot.view if any_rank else None
+                slot.param.grad = slot.gradient if any_rank else None
             slot.filled = False
         if not self.keep_buffers and bucket.cut:
             bucket.free()

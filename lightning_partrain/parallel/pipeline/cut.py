@@ -10,7 +10,7 @@ All of it follows from what each unit rests on (:mod:`record`), and from nothing
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -40,19 +40,30 @@ class Cut:
         return len(self.stages)
 
 
-def choose_cut(calls: Sequence[str], units: Sequence[Unit], stages: int, at: Sequence[int] | None = None) -> Cut:
+def choose_cut(
+    calls: Sequence[str],
+    units: Sequence[Unit],
+    stages: int,
+    at: Sequence[int] | None = None,
+    together: Sequence[Collection[str]] = (),
+) -> Cut:
     """Cut the sequence of unit calls into ``stages`` parts.
 
     Args:
         calls: names of units in the order in which the step calls them.
         at: numbers of blocks, counted in the order of calls, with which the stages after the first begin; by default the cut whose
             largest stage has the fewest parameters.
+        together: modules that have to be on one stage, with all between them.
 
     Raises:
         CannotCutError: when there are not enough blocks, or ``at`` does not fit.
     """
     by_name = {unit.name: unit for unit in units}
     starts = [place for place, name in enumerate(calls) if by_name[name].block is not None]
+    inseparable: dict[int, Collection[str]] = {}
+    for group in together:
+        inside = [n for n, call in enumerate(calls) if any(m == call or m.startswith(f"{call}.") for m in group)]
+        inseparable.update(dict.fromkeys(range(min(inside, default=0) + 1, max(inside, default=0) + 1), group))
     if at is not None:
         if len(at) != stages - 1 or list(at) != sorted(set(at)) or any(not 0 < n < len(starts) for n in at):
             raise CannotCutError(
@@ -60,7 +71,14 @@ def choose_cut(calls: Sequence[str], units: Sequence[Unit], stages: int, at: Seq
                 f"numbers from 1 to {len(starts) - 1}; each is the first block of a stage."
             )
         places = [starts[n] for n in at]
+        for place in places:
+            if place in inseparable:
+                raise CannotCutError(
+                    f"pipeline_split at={list(at)} begins a stage at {calls[place]!r}, inside of layers that the tensor-parallel plan cuts "
+                    f"together: {', '.join(sorted(inseparable[place]))}. Begin it before or after them."
+                )
     else:
+        starts = [place for place in starts if place not in inseparable]
         if len(starts) < stages:
             raise CannotCutError(
                 f"pipeline_parallel_size={stages} needs {stages} blocks, but the step calls {len(starts)}: {', '.join(calls[s] for s in starts) or 'none'}. "

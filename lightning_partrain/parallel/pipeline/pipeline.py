@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -84,6 +84,7 @@ class Pipeline:
             batch size up to four times the number of stages.
         schedule: the order of forward and backward passes.
         split: where to cut.
+        together: modules that have to be on one stage.
         seed: equal on all ranks; the random numbers of every micro-batch follow from it.
         contexts: name of a step -> context for it, such as autocast.
         host_group: the ranks of ``mesh.group("pp")``, for tensors on the host.
@@ -100,7 +101,9 @@ class Pipeline:
         host_group: dist.ProcessGroup | None,
         device: torch.device,
         seed: int,
+        together: Sequence[Collection[str]] = (),
     ) -> None:
+        self._together = together
         self._seed = seed
         self._generator = torch.Generator().manual_seed(seed)
         self.module, self.mesh, self.device, self.contexts = module, mesh, device, contexts
@@ -142,7 +145,7 @@ class Pipeline:
                 f"No list of layers (nn.ModuleList or nn.Sequential) was found between whose members {steps[0][0]} could be cut. "
                 f"{_known(lists)} Modules that it calls: {', '.join(calls) or 'none'}."
             )
-        cut = choose_cut(calls, self.units, self.stages, self.split.at)
+        cut = choose_cut(calls, self.units, self.stages, self.split.at, self._together)
         for _, recording in recordings:
             cut = extend_cut(cut, list(recording.calls))
         flows = []

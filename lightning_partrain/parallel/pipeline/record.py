@@ -292,6 +292,7 @@ def _record(
             for module in root.modules():
                 _make_fake(module, mode, known)
                 compat.drop_collective_hooks(module)
+                show_whole(module)
             args = tuple(_as_fake(a, mode) for a in args)
         else:
             args = tuple(_copied(a) for a in args)

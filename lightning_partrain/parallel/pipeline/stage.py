@@ -157,6 +157,7 @@ class Stage(nn.Module):
                 return self._stand_in(name)
             return self._run(name, number, original, args, kwargs)
 
+        forward.without_stage = original  # type: ignore[attr-defined]
         return forward
 
     def _stand_in(self, name: str) -> Any:

@@ -1,0 +1,128 @@
+"""Between whole tensors and the parts that ranks hold.
+
+A parameter is cut over the tensor-parallel ranks first, each of which then cuts its part by rows over the data-parallel shards,
+as ``fully_shard`` does after a tensor-parallel plan. Axes of a mesh stand in the other order: replicas, shards, tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_partrain.numerics import local_tensor
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Several matrices in one parameter, side by side along ``dim``, each of which is cut over the ``ranks`` for itself.
+
+    The cut parameter holds the first part of each matrix, then the second of each, and so on: as a whole it is a permutation of the
+    model's own, in which checkpoints are written.
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+    ranks: int
+
+    def _order(self) -> Tensor:
+        starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
+        return torch.cat(
+            [
+                torch.arange(start + rank * (size // self.ranks), start + (rank + 1) * (size // self.ranks))
+                for rank in range(self.ranks)
+                for start, size in zip(starts, self.sizes, strict=True)
+            ]
+        )
+
+    def by_rank(self, whole: Tensor) -> Tensor:
+        """From the model's order."""
+        return whole.index_select(self.dim, self._order().to(whole.device))
+
+    def by_matrix(self, whole: Tensor) -> Tensor:
+        """To the model's order."""
+        return whole.index_select(self.dim, self._order().argsort().to(whole.device))
+
+
+def _cuts(like: DTensor) -> Iterator[tuple[int, int, int]]:
+    """(mesh axis, dimension, its size before) in the order in which the whole tensor is cut."""
+    shape = list(like.shape)
+    for axis in reversed(range(like.device_mesh.ndim)):
+        placement = like.placements[axis]
+        if placement.is_replicate():
+            continue
+        dim = placement.dim  # type: ignore[attr-defined]
+        size, ranks = shape[dim], like.device_mesh.size(axis)
+        yield axis, dim, size
+        shape[dim] = len(range(size)[_span(size, ranks, like.device_mesh.get_local_rank(axis))])
+
+
+def _span(size: int, ranks: int, rank: int) -> slice:
+    """The part of ``rank``: ceil(size / ranks) for each, as far as it goes."""
+    chunk = -(-size // ranks)
+    return slice(min(rank * chunk, size), min((rank + 1) * chunk, size))
+
+
+def local_part_of(full: Tensor, like: DTensor, fused: Fused | None = None) -> Tensor:
+    """This rank's part of ``full`` (of the shape of ``like``), cut as ``like`` is, as a copy. No communication."""
+    part = full.detach().to(like.device)
+    if fused is not None:
+        part = fused.by_rank(part)
+    for axis, dim, size in _cuts(like):
+        span = _span(size, like.device_mesh.size(axis), like.device_mesh.get_local_rank(axis))
+        part = part.narrow(dim, span.start, span.stop - span.start)
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+@torch.no_grad()
+def whole(tensor: DTensor, fused: Fused | None = None) -> Tensor:
+    """The whole tensor on every rank. Collective over the axes on which ``tensor`` is cut."""
+    full = gathered(tensor, len(list(_cuts(tensor))))
+    return fused.by_matrix(full) if fused is not None else full
+
+
+@torch.no_grad()
+def gathered(tensor: DTensor, cuts: int) -> Tensor:
+    """The local tensor with the last ``cuts`` of its cuts undone. Collective over those axes."""
+    part, mesh = local_tensor(tensor), tensor.device_mesh
+    for axis, dim, size in list(reversed(list(_cuts(tensor))))[:cuts]:
+        ranks = mesh.size(axis)
+        chunk = -(-size // ranks)
+        shape = list(part.shape)
+        shape[dim] = chunk
+        mine = part.new_zeros(shape)
+        mine.narrow(dim, 0, part.shape[dim]).copy_(part)
+        received = [torch.empty_like(mine) for _ in range(ranks)]
+        dist.all_gather(received, mine, group=mesh.get_group(axis))
+        part = torch.cat(received, dim).narrow(dim, 0, size)
+    return part
+
+
+TENSOR_AXES = ("tp", "tensor_parallel")
+
+
+def tensor_axis(tensor: Tensor) -> int | None:
+    """The axis of its mesh over which a parameter is cut by a tensor-parallel plan, if any."""
+    if isinstance(tensor, DTensor):
+        for axis, name in enumerate(tensor.device_mesh.mesh_dim_names or ()):
+            if name in TENSOR_AXES:
+                return axis
+    return None
+
+
+@torch.no_grad()
+def without_shards(tensor: DTensor) -> Tensor:
+    """What the data-parallel shards of ``tensor`` make together: a plain tensor, or one that is tensor-parallel still."""
+    axis = tensor_axis(tensor)
+    if axis is None:
+        return whole(tensor)
+    mesh, placement = tensor.device_mesh, tensor.placements[axis]
+    part = gathered(tensor, sum(cut[0] != axis for cut in _cuts(tensor)))
+    assert mesh.mesh_dim_names is not None
+    return DTensor.from_local(
+        part, mesh[mesh.mesh_dim_names[axis]], [placement], run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )

@@ -1,0 +1,1 @@
+"""Layers that several ranks hold together: which are cut, how they compute, and the proof that they do it right."""

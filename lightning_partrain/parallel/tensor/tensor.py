@@ -1,0 +1,201 @@
+"""Cuts the layers of a model over the tensor-parallel ranks, and makes it whole again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_partrain.mesh import ParallelMesh
+from lightning_partrain.parallel.placement import Fused, whole
+from lightning_partrain.parallel.tensor.check import BEFORE, RegionCheck, check_gradients
+from lightning_partrain.parallel.tensor.plan import Layer, Plan, regions, resolve
+from lightning_partrain.parallel.tensor.styles import CutParameter
+
+
+#: Attributes in which attention modules keep the number of heads, and the width of all of them, for the shapes of their views.
+HEADS_AND_WIDTHS = (
+    "num_heads",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "n_head",
+    "n_heads",
+    "heads",
+    "split_size",
+    "all_head_size",
+    "inner_dim",
+    "embed_dim",
+)
+
+
+class TensorParallel:
+    """The cut layers of ``root``, whose parameters are DTensors on the tensor-parallel mesh from now on.
+
+    A module whose ``configure_model`` has made DTensors already keeps them, and nothing else is cut.
+
+    Args:
+        root: the LightningModule, with whole parameters that are equal on all ranks.
+        mesh: the mesh of the run.
+        plan: which layers are cut, and how.
+        absent: parameters that live on other pipeline stages.
+
+    Raises:
+        ValueError: for a plan that cannot be; see :func:`resolve` and :func:`regions`.
+    """
+
+    def __init__(self, root: nn.Module, mesh: ParallelMesh, plan: Plan, absent: Collection[Tensor] = frozenset()) -> None:
+        self.root, self.mesh, self.group = root, mesh, mesh.group("tp")
+        self.layers: list[Layer] = []
+        self.fused: dict[str, Fused] = {}
+        self._originals: dict[Tensor, nn.Parameter] = {}
+        self._places: list[tuple[nn.Module, str, nn.Parameter, str]] = []
+        self._changed: list[nn.Module] = []
+        self._checks: list[RegionCheck] = []
+        self._handles: list[Any] = []
+        self._gradients_checked = False
+        if any(isinstance(p, DTensor) for p in root.parameters()):
+            if plan != "auto":
+                raise ValueError(
+                    f"configure_model of {type(root).__name__} has made tensor-parallel parameters already, so tensor_parallel_plan cannot "
+                    "cut it again. Leave the plan at 'auto', or leave configure_model without parallelize_module."
+                )
+            return
+        layers = resolve(root, plan, mesh.size("tp"))
+        places = regions(root, layers)
+        present = [layer for layer in layers if not self._is_absent(layer, absent)]
+        self.layers = present
+        self._tell(layers)
+        self._cut(present)
+        fused = {(m, key): self.fused[path] for m, key, _, path in self._places if path in self.fused}
+        for name, inside in places.items():
+            here = [layer for layer in inside if layer in present]
+            if len(here) == len(inside):  # a row of pairs may be on several stages, and is right by itself
+                self._checks.append(RegionCheck(name, root.get_submodule(name), here, fused, self.group))
+
+    @staticmethod
+    def _is_absent(layer: Layer, absent: Collection[Tensor]) -> bool:
+        return any(p in absent for p in layer.module.parameters())
+
+    # -- cut -------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _cut(self, layers: list[Layer]) -> None:
+        cuts: dict[Tensor, CutParameter] = {}
+        for layer in layers:
+            for cut in layer.style.cut(layer.module):
+                cuts.setdefault(getattr(cut.owner, cut.key), cut)
+        new: dict[Tensor, nn.Parameter] = {}
+        for name, module in self.root.named_modules():
+            for key, param in module._parameters.items():
+                if param is None or param not in cuts:
+                    continue
+                path = f"{name}.{key}" if name else key
+                if param not in new:
+                    new[param] = self._cut_parameter(path, param, cuts[param])
+                if cuts[param].parts > 1:
+                    self.fused[path] = self._fused_of(param, cuts[param])
+                self._places.append((module, key, param, path))
+        for module, key, param, _ in self._places:
+            module._parameters[key] = new[param]
+        for param in new:
+            param.data = param.data.new_empty(0)
+            param.grad = None
+        for layer in layers:
+            self._install(layer)
+        for module in self.root.modules():
+            if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
+                self._set(module, "use_nested_tensor", False)
+
+    def _fused_of(self, param: Tensor, cut: CutParameter) -> Fused:
+        return Fused(cut.dim, (param.shape[cut.dim] // cut.parts,) * cut.parts, self.group.size())
+
+    def _cut_parameter(self, name: str, param: nn.Parameter, cut: CutParameter) -> nn.Parameter:
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"{name!r} has a hook on its gradient, of which each rank would see a part only. Use on_before_optimizer_step, or give its "
+                "module the style 'replicate' in tensor_parallel_plan."
+            )
+        fused = self._fused_of(param, cut) if cut.parts > 1 else None
+        ordered = fused.by_rank(param) if fused is not None else param.detach()
+        local = ordered.chunk(self.group.size(), cut.dim)[self.group.rank()].clone(memory_format=torch.contiguous_format)
+        shape, stride = param.shape, torch.empty(param.shape, device="meta").stride()
+        tensor = DTensor.from_local(
+            local, self.mesh.device_mesh["tp"], [Shard(cut.dim)], run_check=False, shape=shape, stride=stride
+        )
+        return nn.Parameter(tensor, param.requires_grad)
+
+    def _install(self, layer: Layer) -> None:
+        forward, group, module = layer.style.forward, self.group, layer.module
+
+        def cut_forward(*args: Any, **kwargs: Any) -> Any:
+            return forward(module, group, *args, **kwargs)  # type: ignore[misc]
+
+        self._set(module, "forward", cut_forward)
+        if layer.style.name == "heads":  # a hook keeps the layers of torch.nn off their fused path, which takes the weights
+            self._handles.append(module.register_forward_hook(lambda *_: None))
+        if layer.style.opens:
+            self._count_heads(self.root.get_submodule(layer.name.rpartition(".")[0]))
+
+    def _count_heads(self, attention: nn.Module) -> None:
+        """Let attention's code, which may know how many heads there are, know how many are here."""
+        ranks = self.group.size()
+        for key in HEADS_AND_WIDTHS:
+            value = vars(attention).get(key)
+            if isinstance(value, int) and value % ranks == 0 and key not in vars(attention).get(BEFORE, {}):
+                self._set(attention, key, value // ranks)
+
+    def _set(self, module: nn.Module, key: str, value: Any) -> None:
+        vars(module).setdefault(BEFORE, {})[key] = vars(module).get(key)
+        vars(module)[key] = value
+        self._changed.append(module)
+
+    def _tell(self, layers: list[Layer]) -> None:
+        counts: dict[str, int] = {}
+        for layer in layers:
+            counts[layer.style.name] = counts.get(layer.style.name, 0) + 1
+        cut = {getattr(c.owner, c.key) for layer in layers for c in layer.style.cut(layer.module)}
+        numbers = sum(p.numel() for p in cut), sum(p.numel() for p in self.root.parameters())
+        rank_zero_info(
+            f"Tensor parallel over {self.group.size()} ranks: {numbers[0] / max(1, numbers[1]):.0%} of the parameters are cut ("
+            + ", ".join(f"{number} layers {style}" for style, number in counts.items())
+            + ")."
+        )
+
+    # -- the step --------------------------------------------------------------------------------------------------------
+
+    def check_gradients(self, parameters: dict[str, nn.Parameter]) -> None:
+        """After the first window. Collective over the tensor-parallel ranks."""
+        if not self._gradients_checked:
+            check_gradients(parameters, self.group)
+            self._gradients_checked = True
+
+    # -- whole again -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Make the model whole on every rank, with the parameters that it had. Collective over the tensor-parallel ranks."""
+        for check in self._checks:
+            check.handle.remove()
+        for handle in self._handles:
+            handle.remove()
+        done = set()
+        for module, key, original, path in self._places:
+            param = module._parameters[key]
+            if original not in done:
+                done.add(original)
+                assert isinstance(param, DTensor)
+                original.data = whole(param, self.fused.get(path))
+                original.requires_grad_(param.requires_grad)
+            module._parameters[key] = original
+        for module in self._changed:
+            for key, value in vars(module).pop(BEFORE, {}).items():
+                if value is None:
+                    vars(module).pop(key, None)
+                else:
+                    vars(module)[key] = value
+        self._places.clear()
+
