@@ -6,10 +6,11 @@ FIND_PYTHON := for name in python3.11 python3 python; do \
     $$name -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$name && break; done
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint benchmarks clean
+.PHONY: help demo demo-dp test test-all lint benchmarks clean
 
 help:
-	@echo "make demo        train a small GPT on two processes and report on it (about three minutes)"
+	@echo "make demo        train a small GPT on eight processes over all three axes and report on it (under five minutes)"
+	@echo "make demo-dp     the same on two data-parallel processes, for longer (about three minutes)"
 	@echo "make test        lint, then the fast tests"
 	@echo "make test-all    lint, then all tests: the full parity cross and the soak runs"
 	@echo "make lint        ruff and mypy"
@@ -27,6 +28,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: $(INSTALLED)
 	$(PYTHON) -m examples.demo
+
+demo-dp: $(INSTALLED)
+	$(PYTHON) -m examples.demo --layout dp
 
 test: lint
 	$(PYTHON) -m pytest

@@ -396,14 +396,14 @@ def fsdp_gathered(root: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
         unsharded = getattr(param, "_unsharded_param", None)
         if unsharded is None:
             continue
-        if unsharded.untyped_storage().nbytes():
-            parameters.append(unsharded.detach())
-        gradients += [g for g in (unsharded.grad, param.unsharded_accumulated_grad) if g is not None]
+        if local_part(unsharded).untyped_storage().nbytes():
+            parameters.append(local_part(unsharded))
+        gradients += [local_part(g) for g in (unsharded.grad, param.unsharded_accumulated_grad) if g is not None]
     return parameters, gradients
 
 
 @torch.no_grad()
-def remove_fully_shard(root: nn.Module, gathered: Callable[[DTensor], Tensor]) -> None:
+def remove_fully_shard(root: nn.Module, gathered: Callable[[Any], Tensor]) -> None:
     """Undo ``fully_shard`` everywhere in ``root``: the parameters that ``gathered`` gives, the module's own class, no hooks.
 
     Collective over the mesh. torch (2.11 to 2.13) offers no way back.
@@ -426,8 +426,8 @@ def remove_fully_shard(root: nn.Module, gathered: Callable[[DTensor], Tensor]) -
             state._pre_forward_hook_handle.remove()
             state._post_forward_hook_handle.remove()
             module.__class__ = module.__class__.__mro__[2]  # [FSDPOriginal, FSDPModule, Original, ...]
-            for key in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
-                module.__dict__.pop(key, None)
+        for key in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):  # of sub-modules, too
+            module.__dict__.pop(key, None)
     _remove_state_dict_hooks(root)
     _forget_composable_state(root)
 

@@ -22,7 +22,13 @@ _HYBRID = "lightning_partrain.strategies.Hybrid3DStrategy"
 
 STRATEGIES: dict[str, Entry] = {
     "hybrid_3d": Entry(_HYBRID, "data parallel with sharded optimizer state; the numbers of one process"),
+    "hybrid_3d_tp2": Entry(_HYBRID, "hybrid_3d over two tensor-parallel ranks", {"tensor_parallel_size": 2}),
     "hybrid_3d_pp2": Entry(_HYBRID, "hybrid_3d over two pipeline stages", {"pipeline_parallel_size": 2}),
+    "hybrid_3d_tp2_pp2": Entry(
+        _HYBRID,
+        "hybrid_3d over two pipeline stages of two tensor-parallel ranks",
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    ),
 }
 
 

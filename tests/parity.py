@@ -223,7 +223,13 @@ def complete(records: list[Record], stages: int) -> None:
 
 
 def assert_same_as_one_process(
-    run: Run, ranks: int, strategy: Callable[[], Any], timeout: float = 120.0, stages: int = 1, tensor: int = 1, **options: Any
+    run: Run,
+    ranks: int,
+    strategy: Callable[[], Any],
+    timeout: float = 120.0,
+    stages: int = 1,
+    tensor: int = 1,
+    **options: Any,
 ) -> list[Record]:
     """Train ``run`` on ``ranks`` forked ranks, ``stages`` of them a pipeline and ``tensor`` of them one layer, and in one process; every rank must have seen
     the same.
@@ -232,7 +238,9 @@ def assert_same_as_one_process(
     by name at every optimizer step in float64.
     """
     expected = one_process(run)
-    records = run_ranks(ranks, lambda rank: fit(run, rank, ranks, strategy(), stages, tensor, **options), timeout=timeout)
+    records = run_ranks(
+        ranks, lambda rank: fit(run, rank, ranks, strategy(), stages, tensor, **options), timeout=timeout
+    )
     complete(records, stages)
     bad = [f"rank {rank}: {line}" for rank, record in enumerate(records) for line in differences(record, expected, run)]
     assert not bad, f"{run} on {ranks} ranks:\n" + "\n".join(bad[:2000])

@@ -12,7 +12,13 @@ from examples.gpt import GPT
 from tests.models import Base, Case
 from tests.pipeline_models import Transformers, causal, lm, masked
 
-SMALL: dict[str, Any] = {"vocab_size": 96, "hidden_size": 16, "num_hidden_layers": 4, "intermediate_size": 24, "max_position_embeddings": 16}
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 16,
+    "num_hidden_layers": 4,
+    "intermediate_size": 24,
+    "max_position_embeddings": 16,
+}
 NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -65,7 +71,15 @@ class MLP(Base):
         self.blocks = nn.Sequential(
             nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Dropout(0.0), nn.Linear(24, 12)),
             self.Gated(),
-            nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 12)),
+            nn.Sequential(
+                nn.Linear(12, 8),
+                nn.Tanh(),
+                nn.Linear(8, 16),
+                nn.Tanh(),
+                nn.Linear(16, 32),
+                nn.Tanh(),
+                nn.Linear(32, 12),
+            ),
             self.Gated(),
         )
         self.head = nn.Linear(12, 5)
@@ -74,13 +88,47 @@ class MLP(Base):
         return F.cross_entropy(self.head(self.blocks(batch[0])), batch[1])
 
 
+class FusedAttention(nn.Module):
+    """As in GPT-2: one layer for queries, keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.split_size, self.head_dim = 16, 4
+        self.c_attn, self.c_proj = nn.Linear(16, 48, bias=False), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.c_attn(x).split(self.split_size, -1)
+        )
+        return self.c_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class FusedAndTied(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 16, padding_idx=3)
+        self.blocks = nn.ModuleList(FusedAttention() for _ in range(2))
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens = batch[0] % 64
+        x = self.embed(tokens[:, :-1])
+        for block in self.blocks:
+            x = x + block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens[:, 1:].flatten())
+
+
 class Translator(Base):
     """``nn.Transformer``: encoder, decoder with cross-attention and masks, time first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(64, 16)
-        self.model = nn.Transformer(16, nhead=4, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=24, dropout=0.0)
+        self.model = nn.Transformer(
+            16, nhead=4, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=24, dropout=0.0
+        )
         self.head = nn.Linear(16, 64)
 
     def loss(self, batch: Any) -> Tensor:
@@ -99,6 +147,7 @@ BERT = {
     "intermediate.dense": "colwise",
     "output.dense": "rowwise",
     "word_embeddings": "vocabulary",
+    "transform.dense": "colwise_gather_output",
     "decoder": "colwise_gather_output",
 }
 
@@ -113,7 +162,17 @@ TENSOR_CASES: dict[str, Case] = {
     "gpt8": Case(EightHeads, tokens=True),
     "llama8": _transformers(lm("LlamaConfig", **SMALL, num_attention_heads=8, num_key_value_heads=4), causal),
     "gpt2h4": _transformers(
-        lm("GPT2Config", vocab_size=96, n_positions=16, n_embd=16, n_layer=4, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+        lm(
+            "GPT2Config",
+            vocab_size=96,
+            n_positions=16,
+            n_embd=16,
+            n_layer=4,
+            n_head=4,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        ),
         causal,
     ),
     "qwen2": _transformers(
@@ -127,5 +186,6 @@ TENSOR_CASES: dict[str, Case] = {
     ),
     "encoder8": Case(Encoder),
     "mlp": Case(MLP),
+    "fused": Case(FusedAndTied, tokens=True),
     "translator": Case(Translator, tokens=True),
 }

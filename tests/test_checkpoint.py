@@ -15,6 +15,9 @@ from lightning_partrain.strategies import Hybrid3DStrategy
 from tests.harness import run_ranks, trainer
 from tests.models import CASES
 from tests.parity import Recorder, shares
+from tests.tensor_models import TENSOR_CASES
+
+ALL_CASES = {**CASES, **TENSOR_CASES}
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "plain": (1, None),
@@ -28,6 +31,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "pp3-zero1": (3, {"zero_stage": 1, "pipeline_parallel_size": 3}),
     "dp2-pp2-zero2": (4, {"zero_stage": 2, "pipeline_parallel_size": 2}),
     "dp2-pp2-zero3": (4, {"zero_stage": 3, "pipeline_parallel_size": 2}),
+    "tp2-zero0": (2, {"zero_stage": 0, "tensor_parallel_size": 2}),
+    "dp2-tp2-zero1": (4, {"zero_stage": 1, "tensor_parallel_size": 2}),
+    "dp2-tp2-zero3": (4, {"zero_stage": 3, "tensor_parallel_size": 2}),
+    "dp2-tp2-pp2-zero2": (8, {"zero_stage": 2, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "tp4-pp2-zero1": (8, {"zero_stage": 1, "tensor_parallel_size": 4, "pipeline_parallel_size": 2}),
 }
 
 
@@ -44,13 +52,14 @@ def run(
 
     def fit(rank: int) -> Any:
         torch.manual_seed(0)
-        module = CASES[case].build().double()  # Lightning loads before the precision plugin converts
+        module = ALL_CASES[case].build().double()  # Lightning loads before the precision plugin converts
         module.optimizer = optimizer
         recorder = Recorder()
         strategy = "auto" if arguments is None else Hybrid3DStrategy(**arguments)
         run = trainer(strategy, ranks, precision="64-true", max_epochs=epochs, callbacks=[recorder])
-        replicas = ranks // (arguments or {}).get("pipeline_parallel_size", 1)
-        loader = shares(CASES[case].data(torch.float64), rank % replicas, replicas)
+        tensor, stages = ((arguments or {}).get(f"{axis}_parallel_size", 1) for axis in ("tensor", "pipeline"))
+        replicas = ranks // stages // tensor
+        loader = shares(ALL_CASES[case].data(torch.float64), rank // tensor % replicas, replicas)
         run.fit(module, loader, ckpt_path=str(load) if load else None)
         if save is not None:
             run.save_checkpoint(save)
@@ -68,6 +77,12 @@ def assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 
 PAIRS = [("plain", to) for to in LAYOUTS if to != "plain"] + [
     ("pp2-zero0", "plain"),
+    ("tp2-zero0", "dp2-tp2-pp2-zero2"),
+    ("dp2-tp2-zero1", "plain"),
+    ("dp2-tp2-zero3", "tp4-pp2-zero1"),
+    ("dp2-tp2-pp2-zero2", "dp2-zero3"),
+    ("tp4-pp2-zero1", "dp2-tp2-zero3"),
+    ("pp2-zero0", "dp2-tp2-zero1"),
     ("pp3-zero1", "dp2-pp2-zero2"),
     ("dp2-pp2-zero3", "pp2-zero0"),
     ("dp2-zero1", "pp3-zero1"),
@@ -90,6 +105,8 @@ def test_resume_in_another_layout_equals_the_uninterrupted_run(
     case = "frozen" if optimizer == "adamw" else "odd"
     if "pp" in source + target:  # the frozen one has no list of layers
         case = "tied" if optimizer == "adamw" else "odd"
+    if "tp" in source + target:  # with fused and tied parameters, and with frozen ones and buffers
+        case = "fused" if optimizer == "adamw" else "encoder8"
     expected = run("plain", 2, case, optimizer)[0]
     run(source, 1, case, optimizer, save=tmp_path / "one.ckpt")
     for losses, state, rates, step in run(target, 2, case, optimizer, load=tmp_path / "one.ckpt"):

@@ -172,7 +172,7 @@ def test_fully_shard_is_undone() -> None:
             assert params[0].sharded_param.grad is None
             gathered, _ = compat.fsdp_gathered(model)
             assert all(t.shape for t in gathered)
-            compat.remove_fully_shard(model)
+            compat.remove_fully_shard(model, lambda param: param.full_tensor())
             assert type(model) is nn.Sequential
             assert type(model[0]) is nn.Linear
             assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())

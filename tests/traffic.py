@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_partrain.mesh import AXES, ParallelMesh
 
@@ -46,9 +47,7 @@ class Traffic(TorchDispatchMode):
         group = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
         group = dist.ProcessGroup.unbox(group)
         share = (group.size() - 1) / group.size()
-        tensors = [
-            t for a in args[:1] for t in (a if isinstance(a, (list, tuple)) else [a]) if isinstance(t, torch.Tensor)
-        ]
+        tensors = [t for t in tree_leaves(args[0]) if isinstance(t, torch.Tensor)]
         numbers = sum(t.nbytes for t in tensors)
         factor = {"allreduce": 2 * share, "broadcast": 1.0, "send": 1.0, "recv": 0.0}.get(name.rstrip("_"), share)
         if name.startswith("reduce_scatter"):

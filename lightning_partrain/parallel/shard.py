@@ -98,7 +98,8 @@ class ShardedOptimizerModel(ReplicatedModel):
         )
 
     def _row_shard(self, param: nn.Parameter, mesh: ParallelMesh) -> nn.Parameter:
-        device_mesh, placements = mesh.shard_mesh, [Shard(0)]
+        placements: list[Any] = [Shard(0)]
+        device_mesh = mesh.shard_mesh
         axis = tensor_axis(param)
         if axis is not None:
             assert isinstance(param, DTensor)

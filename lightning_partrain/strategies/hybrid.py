@@ -5,6 +5,9 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_partrain.mesh import ParallelSizes, Size
@@ -13,6 +16,7 @@ from lightning_partrain.parallel.pipeline.schedule import Schedule
 from lightning_partrain.parallel.replicate import Reduce, ReplicatedModel
 from lightning_partrain.parallel.shard import ShardedOptimizerModel
 from lightning_partrain.strategies import audit
+from lightning_partrain.strategies.auto_sizes import choose_sizes, device_memory, parse_memory
 from lightning_partrain.strategies.loaders import same_length
 from lightning_partrain.strategies.tensor_parallel import TensorParallelStrategy
 
@@ -28,17 +32,21 @@ class Hybrid3DStrategy(TensorParallelStrategy):
             block).
         reduce: average gradients once per accumulation ``"window"`` (least traffic; whole gradients are kept meanwhile) or
             after every ``"micro_batch"`` (least memory: between backward passes only shards are kept).
-        tensor_parallel_size: ranks that hold each layer together and work on the same samples; ``"auto"`` is 1.
+        tensor_parallel_size: ranks that hold each layer together and work on the same samples; ``"auto"`` is 1
+            where the model fits.
         tensor_parallel_plan: which layers are cut, and how: ``"auto"``, or a mapping from names of modules (``*`` stands for any
             part) to styles, such as ``{"layers.*.up_proj": "colwise", "layers.*.down_proj": "rowwise"}``. Later entries override
             earlier ones, and ``"auto"`` is a style, too.
-        pipeline_parallel_size: stages of the pipeline: ranks that hold different layers and work on the same samples.
+        pipeline_parallel_size: stages of the pipeline: ranks that hold different layers and work on the same samples;
+            ``"auto"`` is 1 where the model fits.
         num_microbatches: into how many parts a data-parallel rank's batch is cut; ``"auto"`` is the largest divisor of the batch
             size up to four times the number of stages. A number also works without a pipeline.
         schedule: ``"1f1b"`` (a stage holds the activations of at most as many micro-batches as stages follow it, itself included) or
             ``"gpipe"`` (of all).
         pipeline_split: ``"auto"`` cuts between blocks so that the largest stage has the fewest parameters;
             ``{"blocks": "model.layers", "at": [3, 7]}`` names the list and the blocks with which stages begin.
+        memory_limit: bytes of memory that a rank may use, or a text such as ``"24GiB"``; by default what its device has. Sizes
+            that are ``"auto"`` are chosen so that the model fits; see :mod:`lightning_partrain.strategies.auto_sizes`.
         process_group_backend, timeout: see :class:`MeshStrategy`.
 
     Raises:
@@ -57,6 +65,7 @@ class Hybrid3DStrategy(TensorParallelStrategy):
         num_microbatches: int | Literal["auto"] = "auto",
         schedule: Schedule = "1f1b",
         pipeline_split: Literal["auto"] | dict[str, Any] = "auto",
+        memory_limit: int | str | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float = 1800.0,
     ) -> None:
@@ -76,6 +85,8 @@ class Hybrid3DStrategy(TensorParallelStrategy):
         self.reduce_when = reduce
         self.tensor_parallel_size = tensor_parallel_size
         self.pipeline_parallel_size = pipeline_parallel_size
+        self.memory_limit = memory_limit
+        self._memory = None if memory_limit is None else parse_memory(memory_limit)
         self._gathers = True  # whether prediction may gather parameters, which all ranks have to do together
 
     def sizes(self, world_size: int) -> ParallelSizes:
@@ -88,6 +99,39 @@ class Hybrid3DStrategy(TensorParallelStrategy):
         )
         self.check_micro_batches(sizes.pp)
         return sizes
+
+    def fitting_sizes(self, sizes: ParallelSizes) -> ParallelSizes:
+        asked = {"tp": self.tensor_parallel_size, "pp": self.pipeline_parallel_size}
+        free = {axis for axis, size in asked.items() if size == "auto"}
+        module = self.lightning_module
+        assert module is not None
+        if not module.automatic_optimization:
+            free.discard("pp")
+        if not free or sizes.dp_shard == 1 or (self.data_parallel_size != "auto" and self._memory is None):
+            return sizes
+        if self.data_parallel_size != "auto":
+            raise ValueError(
+                f"memory_limit={self.memory_limit!r} chooses sizes, but data_parallel_size={self.data_parallel_size} leaves no choice. Set "
+                "data_parallel_size='auto', or leave memory_limit out."
+            )
+        memory = torch.tensor(
+            self._memory or device_memory(self.root_device, self.num_processes), device=self.root_device
+        )
+        dist.all_reduce(memory, dist.ReduceOp.MIN)
+        chosen, reason = choose_sizes(
+            module,
+            sizes,
+            free,
+            self.world_size // self.num_nodes,
+            self.zero_stage,
+            self.tensor_parallel_plan,
+            int(memory),
+            self._memory is not None,
+        )
+        if chosen != sizes or self._memory is not None:
+            rank_zero_info(f"Sizes chosen: {reason}.")
+        self.check_micro_batches(chosen.pp)
+        return chosen
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Prediction keeps every sample: ranks whose last batch comes earlier end earlier."""

@@ -70,6 +70,10 @@ class RankStrategy(ParallelStrategy):
         """
         raise NotImplementedError
 
+    def fitting_sizes(self, sizes: ParallelSizes) -> ParallelSizes:
+        """``sizes``, or others of the same product that suit the model. Collective over all ranks."""
+        return sizes
+
     # -- processes -----------------------------------------------------------------------------------------------------
 
     @property
@@ -123,6 +127,7 @@ class RankStrategy(ParallelStrategy):
                 f"launcher; this Trainer wants {sizes.world_size} with {self.process_group_backend!r}. One script has one of each: "
                 "give all its Trainers the same devices, num_nodes and process_group_backend."
             )
+        sizes = self.fitting_sizes(sizes)
         if self.mesh is None or self.mesh.sizes != sizes:
             self.mesh = ParallelMesh.create(sizes, self.root_device.type)
         self.lightning_module._device_mesh = self.mesh.device_mesh

@@ -27,6 +27,7 @@ from lightning_partrain import compat
 from lightning_partrain.parallel.pipeline import batch as batches
 from lightning_partrain.parallel.pipeline.sources import Source, Tracker, tensors_in
 from lightning_partrain.parallel.pipeline.units import Unit
+from lightning_partrain.parallel.tensor.attributes import restore
 
 
 class CannotCutError(ValueError):
@@ -292,7 +293,7 @@ def _record(
             for module in root.modules():
                 _make_fake(module, mode, known)
                 compat.drop_collective_hooks(module)
-                show_whole(module)
+                restore(module)
             args = tuple(_as_fake(a, mode) for a in args)
         else:
             args = tuple(_copied(a) for a in args)

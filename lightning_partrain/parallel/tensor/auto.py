@@ -111,9 +111,9 @@ def _attention(module: nn.Module) -> list[tuple[str, str]]:
     if all(_linear(getattr(module, n, None)) for n in ("q_proj", "k_proj", "v_proj")):
         return [("q_proj", "colwise"), ("k_proj", "colwise"), ("v_proj", "colwise"), (out, "rowwise")]
     fused = getattr(module, "c_attn", None)
-    if _linear(fused) and isinstance(getattr(module, "split_size", None), int):
-        if out_features(fused) == 3 * module.split_size:  # type: ignore[arg-type, operator]
-            return [("c_attn", "fused_qkv"), (out, "rowwise")]
+    width = getattr(module, "split_size", None)
+    if _linear(fused) and isinstance(width, int) and out_features(fused) == 3 * width:
+        return [("c_attn", "fused_qkv"), (out, "rowwise")]
     return []
 
 
@@ -162,7 +162,8 @@ def _embeddings_and_heads(root: nn.Module, styles: Mapping[str, str]) -> Iterato
     inputs: dict[nn.Module, str] = {}
     heads: dict[nn.Module, str] = {}
     names = {module: name for name, module in root.named_modules()}
-    free = {m: n for m, n in names.items() if n and styles.get(n, "colwise_gather_output") == "colwise_gather_output"}
+    fitting = (None, "vocabulary", "colwise_gather_output")
+    free = {m: n for m, n in names.items() if n and styles.get(n) in fitting}
     for module in root.modules():
         if _is_pretrained(module):
             given = (_or_none(module.get_input_embeddings), _or_none(getattr(module, "get_output_embeddings", None)))
@@ -173,7 +174,7 @@ def _embeddings_and_heads(root: nn.Module, styles: Mapping[str, str]) -> Iterato
     for module in free:
         if not STYLES["vocabulary"].fits[1](module) or module in inputs:
             continue
-        head = weights.get(module.weight) or sizes.get(module.num_embeddings)  # type: ignore[arg-type]
+        head = weights.get(module.weight) or sizes.get(module.num_embeddings)
         if head is not None and names[head] not in styles:
             inputs[module], heads[head] = names[module], names[head]
     cut = {param for m in (*inputs, *heads) for param in m.parameters()}

@@ -18,23 +18,12 @@ from lightning_partrain import compat
 from lightning_partrain.numerics import local_tensor
 from lightning_partrain.parallel.pipeline import batch as batches
 from lightning_partrain.parallel.placement import Fused, tensor_axis, whole
+from lightning_partrain.parallel.tensor.attributes import restore
 from lightning_partrain.parallel.tensor.plan import Layer
 
 #: How far a cut region may be from the whole one, as a part of its largest value.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 TOLERANCE_16_BIT = 0.1
-
-#: Under this name a module keeps the attributes that it had before it was cut.
-BEFORE = "_attributes_before_the_cut"
-
-
-def show_whole(module: nn.Module) -> None:
-    """Give ``module`` the attributes that it had before it was cut. The caller puts the present ones back."""
-    for key, value in vars(module).pop(BEFORE, {}).items():
-        if value is None:
-            vars(module).pop(key, None)
-        else:
-            setattr(module, key, value)
 
 
 class RegionCheck:
@@ -50,7 +39,12 @@ class RegionCheck:
     """
 
     def __init__(
-        self, name: str, region: nn.Module, layers: list[Layer], fused: Mapping[tuple[nn.Module, str], Fused], group: dist.ProcessGroup
+        self,
+        name: str,
+        region: nn.Module,
+        layers: list[Layer],
+        fused: Mapping[tuple[nn.Module, str], Fused],
+        group: dist.ProcessGroup,
     ) -> None:
         self.name, self.region, self.layers, self.fused, self.group = name, region, layers, fused, group
         self.handle = region.register_forward_pre_hook(self._compare, with_kwargs=True)
@@ -64,7 +58,9 @@ class RegionCheck:
             try:
                 got = self._forward()(*_copied(args), **_copied(kwargs))
             except (RuntimeError, ValueError, AssertionError) as error:
-                raise ValueError(f"{self._blame()} It fails with {type(error).__name__}: {error}. {self._way_out()}") from error
+                raise ValueError(
+                    f"{self._blame()} It fails with {type(error).__name__}: {error}. {self._way_out()}"
+                ) from error
         worst = torch.tensor([self._distance(got, expected)], dtype=torch.float64)
         worst = worst.to(next(iter(self._parameters())).device)
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.group)
@@ -96,15 +92,17 @@ class RegionCheck:
 
     @contextmanager
     def _whole_layers(self) -> Iterator[None]:
-        kept = [d for m in self.region.modules() for d in (vars(m), m._parameters, m._forward_pre_hooks, m._forward_hooks)]
+        kept: list[dict[Any, Any]] = [
+            d for m in self.region.modules() for d in (vars(m), m._parameters, m._forward_pre_hooks, m._forward_hooks)
+        ]
         before = [dict(d) for d in kept]
         try:
             for module in self.region.modules():
-                show_whole(module)
+                restore(module)
                 compat.drop_collective_hooks(module)
                 for key, param in module._parameters.items():
                     if isinstance(param, DTensor):
-                        module._parameters[key] = whole(param, self.fused.get((module, key)))  # type: ignore[assignment]
+                        module._parameters[key] = whole(param, self.fused.get((module, key)))
             yield
         finally:
             for each, own in zip(kept, before, strict=True):
@@ -115,7 +113,8 @@ class RegionCheck:
     def _distance(got: Any, expected: Any) -> float:
         """The largest difference as a multiple of what is allowed."""
         ours, theirs = (
-            [t for t in compat.tree_flatten(x)[0] if isinstance(t, Tensor) and t.is_floating_point()] for x in (got, expected)
+            [t for t in compat.tree_flatten(x)[0] if isinstance(t, Tensor) and t.is_floating_point()]
+            for x in (got, expected)
         )
         worst = 0.0 if len(ours) == len(theirs) else float("inf")
         for a, b in zip(ours, theirs, strict=False):

@@ -20,7 +20,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return tensor.view_as(tensor)
+        return _alias(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -61,6 +61,11 @@ class _Slice(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _joined(grad, ctx.group), None
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same memory, but no view: a view holds its base, which :func:`enter` lets hold it."""
+    return tensor.new_empty(0).set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _joined(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -32,13 +32,13 @@ def is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or type(module) is nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
-def in_features(module: nn.Module) -> int:
+def in_features(module: Any) -> int:
     """Of a linear layer or a Conv1D, before or after it was cut."""
-    return int(module.weight.shape[0 if is_conv1d(module) else 1])  # type: ignore[operator, union-attr]
+    return int(module.weight.shape[0 if is_conv1d(module) else 1])
 
 
-def out_features(module: nn.Module) -> int:
-    return int(module.weight.shape[1 if is_conv1d(module) else 0])  # type: ignore[operator, union-attr]
+def out_features(module: Any) -> int:
+    return int(module.weight.shape[1 if is_conv1d(module) else 0])
 
 
 def _product(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:

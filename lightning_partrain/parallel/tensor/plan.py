@@ -165,8 +165,16 @@ def regions(root: nn.Module, layers: list[Layer]) -> dict[str, list[Layer]]:
     found: dict[str, list[Layer]] = {layer.name: [layer] for layer in alone if layer.style.forward is not None}
     ends = {end: [layer for layer in layers if getattr(layer.style, end)] for end in ("opens", "closes")}
     for end, other, problem in (
-        ("opens", "closes", "leaves its output cut, and no layer near it is 'rowwise' and takes it. Use 'colwise_gather_output'"),
-        ("closes", "opens", "takes a cut input, and no layer near it is 'colwise' and gives one. Use 'rowwise_split_input'"),
+        (
+            "opens",
+            "closes",
+            "leaves its output cut, and no layer near it is 'rowwise' and takes it. Use 'colwise_gather_output'",
+        ),
+        (
+            "closes",
+            "opens",
+            "takes a cut input, and no layer near it is 'colwise' and gives one. Use 'rowwise_split_input'",
+        ),
     ):
         for layer in ends[end]:
             path = layer.name.split(".")
@@ -175,7 +183,9 @@ def regions(root: nn.Module, layers: list[Layer]) -> dict[str, list[Layer]]:
                 if any(o.name.startswith(f"{above}." if above else "") for o in ends[other]):
                     break
             else:
-                raise ValueError(f"tensor_parallel_plan: {layer.name!r} ({layer.style.name!r}) {problem}, or 'replicate'.")
+                raise ValueError(
+                    f"tensor_parallel_plan: {layer.name!r} ({layer.style.name!r}) {problem}, or 'replicate'."
+                )
             found.setdefault(above, [])
     for name, inside in found.items():
         if not inside:
@@ -184,10 +194,11 @@ def regions(root: nn.Module, layers: list[Layer]) -> dict[str, list[Layer]]:
     return {name: found[name] for name in outermost}
 
 
-
 def is_row_of_pairs(root: nn.Module, name: str, layers: list[Layer]) -> bool:
     """Whether a region is a Sequential of layers between whose pairs tensors are replicated."""
-    return type(root.get_submodule(name)) is nn.Sequential and all(l.name.rpartition(".")[0] == name for l in layers)
+    return type(root.get_submodule(name)) is nn.Sequential and all(
+        layer.name.rpartition(".")[0] == name for layer in layers
+    )
 
 
 def together(root: nn.Module, places: Mapping[str, list[Layer]]) -> list[list[str]]:

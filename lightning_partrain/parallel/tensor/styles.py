@@ -103,7 +103,10 @@ STYLES = {
         ),
         Style(
             "replicated_with_grad_allreduce",
-            ("modules with parameters of their own", lambda module: any(p is not None for p in module._parameters.values())),
+            (
+                "modules with parameters of their own",
+                lambda module: any(p is not None for p in module._parameters.values()),
+            ),
             layers.summed_gradients,
             _NOTHING,
         ),

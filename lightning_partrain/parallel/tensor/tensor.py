@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_partrain.mesh import ParallelMesh
 from lightning_partrain.parallel.placement import Fused, whole
-from lightning_partrain.parallel.tensor.check import BEFORE, RegionCheck, check_gradients
+from lightning_partrain.parallel.tensor.attributes import replace, restore
+from lightning_partrain.parallel.tensor.check import RegionCheck, check_gradients
 from lightning_partrain.parallel.tensor.plan import Layer, Plan, regions, resolve
 from lightning_partrain.parallel.tensor.styles import CutParameter
-
 
 #: Attributes in which attention modules keep the number of heads, and the width of all of them, for the shapes of their views.
 HEADS_AND_WIDTHS = (
@@ -47,13 +47,14 @@ class TensorParallel:
         ValueError: for a plan that cannot be; see :func:`resolve` and :func:`regions`.
     """
 
-    def __init__(self, root: nn.Module, mesh: ParallelMesh, plan: Plan, absent: Collection[Tensor] = frozenset()) -> None:
+    def __init__(
+        self, root: nn.Module, mesh: ParallelMesh, plan: Plan, absent: Collection[Tensor] = frozenset()
+    ) -> None:
         self.root, self.mesh, self.group = root, mesh, mesh.group("tp")
         self.layers: list[Layer] = []
         self.fused: dict[str, Fused] = {}
         self._originals: dict[Tensor, nn.Parameter] = {}
         self._places: list[tuple[nn.Module, str, nn.Parameter, str]] = []
-        self._changed: list[nn.Module] = []
         self._checks: list[RegionCheck] = []
         self._handles: list[Any] = []
         self._gradients_checked = False
@@ -108,7 +109,7 @@ class TensorParallel:
             self._install(layer)
         for module in self.root.modules():
             if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
-                self._set(module, "use_nested_tensor", False)
+                replace(module, "use_nested_tensor", False)
 
     def _fused_of(self, param: Tensor, cut: CutParameter) -> Fused:
         return Fused(cut.dim, (param.shape[cut.dim] // cut.parts,) * cut.parts, self.group.size())
@@ -121,7 +122,9 @@ class TensorParallel:
             )
         fused = self._fused_of(param, cut) if cut.parts > 1 else None
         ordered = fused.by_rank(param) if fused is not None else param.detach()
-        local = ordered.chunk(self.group.size(), cut.dim)[self.group.rank()].clone(memory_format=torch.contiguous_format)
+        local = ordered.chunk(self.group.size(), cut.dim)[self.group.rank()].clone(
+            memory_format=torch.contiguous_format
+        )
         shape, stride = param.shape, torch.empty(param.shape, device="meta").stride()
         tensor = DTensor.from_local(
             local, self.mesh.device_mesh["tp"], [Shard(cut.dim)], run_check=False, shape=shape, stride=stride
@@ -134,8 +137,10 @@ class TensorParallel:
         def cut_forward(*args: Any, **kwargs: Any) -> Any:
             return forward(module, group, *args, **kwargs)  # type: ignore[misc]
 
-        self._set(module, "forward", cut_forward)
-        if layer.style.name == "heads":  # a hook keeps the layers of torch.nn off their fused path, which takes the weights
+        replace(module, "forward", cut_forward)
+        if (
+            layer.style.name == "heads"
+        ):  # a hook keeps the layers of torch.nn off their fused path, which takes the weights
             self._handles.append(module.register_forward_hook(lambda *_: None))
         if layer.style.opens:
             self._count_heads(self.root.get_submodule(layer.name.rpartition(".")[0]))
@@ -145,13 +150,8 @@ class TensorParallel:
         ranks = self.group.size()
         for key in HEADS_AND_WIDTHS:
             value = vars(attention).get(key)
-            if isinstance(value, int) and value % ranks == 0 and key not in vars(attention).get(BEFORE, {}):
-                self._set(attention, key, value // ranks)
-
-    def _set(self, module: nn.Module, key: str, value: Any) -> None:
-        vars(module).setdefault(BEFORE, {})[key] = vars(module).get(key)
-        vars(module)[key] = value
-        self._changed.append(module)
+            if isinstance(value, int) and value % ranks == 0:
+                replace(attention, key, value // ranks)
 
     def _tell(self, layers: list[Layer]) -> None:
         counts: dict[str, int] = {}
@@ -191,11 +191,6 @@ class TensorParallel:
                 original.data = whole(param, self.fused.get(path))
                 original.requires_grad_(param.requires_grad)
             module._parameters[key] = original
-        for module in self._changed:
-            for key, value in vars(module).pop(BEFORE, {}).items():
-                if value is None:
-                    vars(module).pop(key, None)
-                else:
-                    vars(module)[key] = value
+        for module in self.root.modules():
+            restore(module)
         self._places.clear()
-
