@@ -111,6 +111,23 @@ def main() -> None:
                     {"gradient_clip_val": 1.0},
                 )
             )
+            paths.append(
+                (
+                    f"hybrid_3d zero_stage={stage} tensor_parallel_size=2",
+                    Hybrid3DStrategy(zero_stage=stage, tensor_parallel_size=2),
+                    {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0},
+                )
+            )
+        if int(os.environ["WORLD_SIZE"]) % 4 == 0:
+            paths.append(
+                (
+                    f"hybrid_3d zero_stage={stage} tensor_parallel_size=2 pipeline_parallel_size=2",
+                    Hybrid3DStrategy(
+                        zero_stage=stage, tensor_parallel_size=2, pipeline_parallel_size=2, num_microbatches=4
+                    ),
+                    {"gradient_clip_val": 1.0},
+                )
+            )
     rows = [run(name, strategy, **options) for name, strategy, options in paths]
     if int(os.environ["LOCAL_RANK"]) == 0:
         for row in rows:

@@ -191,8 +191,12 @@ def main() -> int:
     bits = float(trainer.callback_metrics["val_loss"]) / math.log(2)
     tokens = samples * data.context * recorder.steps / recorder.seconds
     figure = RUN / "loss.png"
-    axes = {"data": "data_parallel", "tensor": "tp", "pipeline": "pp"}
-    sizes = " x ".join(f"{name} {size}" for name, axis in axes.items() if (size := strategy.mesh.size(axis)) > 1)
+    axes = {
+        "data": strategy.mesh.sizes.data_parallel_size,
+        "tensor": strategy.mesh.sizes.tp,
+        "pipeline": strategy.mesh.sizes.pp,
+    }
+    sizes = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
     title = f"Byte-level GPT, hybrid_3d on {world} ranks ({sizes}), zero_stage {strategy.zero_stage}"
     metrics = Path(str(trainer.loggers[0].log_dir), "metrics.csv")
     plot_losses(metrics, models, title, [figure, *([options.save_figure] if options.save_figure else [])])

@@ -56,6 +56,8 @@ def small_gpt(folder: Path, *presets: str) -> list[str]:
         ("strategies/hybrid_3d.yaml",),
         ("strategies/hybrid_3d.yaml", "callbacks/checkpoint.yaml"),
         ("strategies/hybrid_3d_pp2.yaml",),
+        ("strategies/hybrid_3d_tp2.yaml",),
+        ("strategies/hybrid_3d_tp2_pp2.yaml",),
     ],
 )
 def test_the_gpt_trains_from_its_config_and_presets(tmp_path: Path, presets: tuple[str, ...]) -> None:
@@ -64,13 +66,14 @@ def test_the_gpt_trains_from_its_config_and_presets(tmp_path: Path, presets: tup
         cli = ParallelCLI(
             GPTModule,
             StdlibText,
-            args=["fit", *small_gpt(tmp_path, *presets)],
+            args=["fit", *small_gpt(tmp_path, *presets), f"--trainer.devices={ranks}"],
             trainer_defaults={"callbacks": losses},
         )
         checkpoint = cli.trainer.checkpoint_callback
         return losses.losses, float(cli.trainer.callback_metrics["val_loss"]), checkpoint.best_model_path
 
-    results = run_ranks(2, run)
+    ranks = 4 if "tp2_pp2" in "".join(presets) else 2
+    results = run_ranks(ranks, run)
     losses, val_loss, best = results[0]
     assert len(losses) == 6 and losses[-1] < losses[0]
     assert val_loss < losses[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -108,6 +109,22 @@ def test_the_module_is_whole_and_its_own_afterwards(stage: int) -> None:
         return plain and split, same, not any(left.values())
 
     assert run_ranks(4, fit) == [(True, True, True)] * 4
+
+
+def test_activations_are_freed_after_each_step() -> None:
+    def fit(rank: int) -> list[int]:
+        torch.manual_seed(0)
+        module = TENSOR_CASES["gpt8"].build()
+        seen: list[Any] = []
+        alive: list[int] = []
+        for block in module.model.blocks:
+            block.mlp.register_forward_pre_hook(lambda _, args: seen.append(weakref.ref(args[0])))
+        module.on_train_batch_end = lambda *_: alive.append(sum(ref() is not None for ref in seen))
+        run = trainer(Hybrid3DStrategy(tensor_parallel_size=2), 2)
+        run.fit(module, shares(TENSOR_CASES["gpt8"].data(torch.float32), 0, 1))
+        return alive
+
+    assert run_ranks(2, fit) == [[0] * 7] * 2
 
 
 # -- traffic -------------------------------------------------------------------------------------------------------------
