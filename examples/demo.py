@@ -197,7 +197,7 @@ def main() -> int:
         "pipeline": strategy.mesh.sizes.pp,
     }
     sizes = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
-    title = f"Byte-level GPT, hybrid_3d on {world} ranks ({sizes}), zero_stage {strategy.zero_stage}"
+    title = f"Byte-level GPT on {world} ranks: {sizes}"
     metrics = Path(str(trainer.loggers[0].log_dir), "metrics.csv")
     plot_losses(metrics, models, title, [figure, *([options.save_figure] if options.save_figure else [])])
     report = {
