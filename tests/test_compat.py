@@ -52,6 +52,14 @@ def test_members_that_are_overridden_or_relied_on(owner: Any, name: str) -> None
     assert callable(getattr(owner, name))
 
 
+def test_what_cut_layers_rely_on() -> None:
+    """Nested tensors are off by this attribute, and fused attention by any hook."""
+    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    assert nn.TransformerEncoder(layer, 1).use_nested_tensor is True
+    assert "_forward_hooks" in inspect.getsource(nn.TransformerEncoderLayer.forward)
+    assert nn.MultiheadAttention(8, 2, kdim=4).in_proj_weight is None
+
+
 def test_what_a_strategy_holds() -> None:
     """Attributes of Lightning's base class that ours reads or sets."""
     from lightning_partrain.strategies import Hybrid3DStrategy

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_partrain.numerics import local_tensor
 from lightning_partrain.parallel.placement import Fused, tensor_axis
 from lightning_partrain.strategies import Hybrid3DStrategy
 from lightning_partrain.strategies.auto_sizes import parse_memory
@@ -125,6 +126,27 @@ def test_activations_are_freed_after_each_step() -> None:
         return alive
 
     assert run_ranks(2, fit) == [[0] * 7] * 2
+
+
+def test_a_norm_that_is_not_finite_on_one_rank_is_so_on_all() -> None:
+    def fit(rank: int) -> tuple[float, float]:
+        torch.manual_seed(0)
+        module, norms = TENSOR_CASES["mlp"].build(), []
+
+        def spoil(*_: Any) -> None:
+            grad = module.blocks[1].up.weight.grad
+            if rank == 0:
+                local_tensor(grad)[0, 0] = float("inf")
+            norms.append(float(module.trainer.strategy.grad_norm()))
+            norms.append(float(module.trainer.strategy.grad_norm(float("inf"))))
+
+        module.on_before_optimizer_step = spoil
+        strategy = Hybrid3DStrategy(tensor_parallel_size=2, zero_stage=0)
+        run = trainer(strategy, 2, max_steps=1)
+        run.fit(module, shares(TENSOR_CASES["mlp"].data(torch.float32), 0, 1))
+        return norms[0], norms[1]
+
+    assert run_ranks(2, fit) == [(float("inf"), float("inf"))] * 2
 
 
 # -- traffic -------------------------------------------------------------------------------------------------------------

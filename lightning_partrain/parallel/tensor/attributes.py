@@ -18,6 +18,10 @@ def replace(module: nn.Module, key: str, value: Any) -> None:
         vars(module)[key] = value
 
 
+def is_replaced(module: nn.Module) -> bool:
+    return _BEFORE in vars(module)
+
+
 def restore(module: nn.Module) -> None:
     """Give ``module`` the attributes that it had before."""
     for key, value in vars(module).pop(_BEFORE, {}).items():

@@ -115,7 +115,7 @@ def attention(
     same = query is key and key is value
     query = enter(query, group)
     key, value = (query, query) if same else (enter(key, group), enter(value, group))
-    if module._qkv_same_embed_dim:
+    if module.in_proj_weight is not None:
         weights = part(module.in_proj_weight).chunk(3)
     else:
         weights = [part(module.q_proj_weight), part(module.k_proj_weight), part(module.v_proj_weight)]

@@ -57,7 +57,7 @@ def _rows(module: nn.Module) -> Iterator[CutParameter]:
 
 
 def _heads(module: nn.Module) -> Iterator[CutParameter]:
-    if module._qkv_same_embed_dim:
+    if module.in_proj_weight is not None:
         yield CutParameter(module, "in_proj_weight", 0, 3)
     else:
         for key in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
