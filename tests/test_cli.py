@@ -30,10 +30,13 @@ ARGUMENTS = {
     "data_parallel_replicate_size": 1,
     "zero_stage": 1,
     "reduce": "window",
+    "tensor_parallel_size": "auto",
+    "tensor_parallel_plan": "auto",
     "pipeline_parallel_size": "auto",
     "num_microbatches": "auto",
     "schedule": "1f1b",
     "pipeline_split": "auto",
+    "memory_limit": None,
     "process_group_backend": None,
     "timeout": 1800.0,
 }
