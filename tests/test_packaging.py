@@ -70,7 +70,11 @@ def test_every_preset_parses_alone_and_after_the_example(path: Path) -> None:
 
     example = ["--config", str(ROOT / "examples" / "gpt.yaml")]
     for before in ([], example):
-        options = ["--trainer.devices=2", "--trainer.accelerator=cpu", "--trainer.logger=false"]
+        options = [
+            f"--trainer.devices={2 if path.stem == 'hybrid_3d' else 4}",
+            "--trainer.accelerator=cpu",
+            "--trainer.logger=false",
+        ]
         cli = ParallelCLI(
             GPTModule,
             StdlibText,

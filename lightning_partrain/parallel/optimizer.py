@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_partrain.numerics import as_dtensor, local_tensor
-from lightning_partrain.parallel.placement import local_part_of
+from lightning_partrain.parallel.placement import local_part_of, rows_of
 
 #: Optimizers whose step treats every element alone. They may step on this rank's rows as plain tensors, which spares the
 #: dispatch of one DTensor operation after the other. All others are given DTensors and see whole tensors.
@@ -54,7 +54,12 @@ def shard_state(optimizer: torch.optim.Optimizer, shard_of: Mapping[Tensor, Tens
         shard = shard_of.get(param)
         if isinstance(shard, DTensor):
             for key, value in state.items():
-                if (
+                if isinstance(value, DTensor) and value.placements != shard.placements:
+                    value = rows_of(local_tensor(value), shard)  # made for a tensor-parallel part
+                    state[key] = value if local else as_dtensor(value, shard)
+                elif isinstance(value, DTensor) and local:
+                    state[key] = local_tensor(value)
+                elif (
                     isinstance(value, Tensor)
                     and not isinstance(value, DTensor)
                     and value.ndim

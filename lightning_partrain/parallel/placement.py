@@ -78,6 +78,16 @@ def local_part_of(full: Tensor, like: DTensor, fused: Fused | None = None) -> Te
     return part.clone(memory_format=torch.contiguous_format)
 
 
+def rows_of(part: Tensor, like: DTensor) -> Tensor:
+    """This rank's rows of its tensor-parallel ``part``, cut over the data-parallel axes as ``like`` is, as a copy."""
+    tensor_parallel = tensor_axis(like)
+    for axis, dim, size in _cuts(like):
+        if axis != tensor_parallel:
+            span = _span(size, like.device_mesh.size(axis), like.device_mesh.get_local_rank(axis))
+            part = part.narrow(dim, span.start, span.stop - span.start)
+    return part.clone(memory_format=torch.contiguous_format)
+
+
 @torch.no_grad()
 def whole(tensor: DTensor, fused: Fused | None = None) -> Tensor:
     """The whole tensor on every rank. Collective over the axes on which ``tensor`` is cut."""

@@ -43,7 +43,7 @@ def audit_module(module: nn.Module) -> None:
             )
 
 
-def audit_callbacks(callbacks: list[Any], zero_stage: int, stages: int) -> None:
+def audit_callbacks(callbacks: list[Any], zero_stage: int, stages: int, tensor: int) -> None:
     """Raise for callbacks that copy or average the module's parameters as if they were whole.
 
     Raises:
@@ -55,6 +55,11 @@ def audit_callbacks(callbacks: list[Any], zero_stage: int, stages: int) -> None:
             raise ValueError(
                 f"{type(callback).__name__} keeps its own copy of the whole parameters, but a pipeline stage holds some of them only. Use "
                 "pipeline_parallel_size=1, or remove the callback."
+            )
+        if isinstance(callback, averaging) and tensor > 1:
+            raise ValueError(
+                f"{type(callback).__name__} keeps its own copy of the whole parameters, but tensor-parallel ranks hold parts of them. Use "
+                "tensor_parallel_size=1, or remove the callback."
             )
         if isinstance(callback, averaging) and zero_stage > 0:
             raise ValueError(
@@ -142,12 +147,12 @@ def audit_optimizer(optimizer: torch.optim.Optimizer, sharded: bool, pipelined: 
     """
     if pipelined and isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
-            f"LBFGS {NOT_OVER_SHARDS['LBFGS']} or a pipeline. Use pipeline_parallel_size=1 and zero_stage=0."
+            f"LBFGS {NOT_OVER_SHARDS['LBFGS']} or a pipeline. Use zero_stage=0, and pipeline_parallel_size and tensor_parallel_size of 1."
         )
     for name, reason in NOT_OVER_SHARDS.items():
         kind = getattr(torch.optim, name, None)
         if sharded and kind is not None and isinstance(optimizer, kind):
-            raise ValueError(f"{name} {reason}. Use zero_stage=0.")
+            raise ValueError(f"{name} {reason}. Use zero_stage=0 and tensor_parallel_size=1.")
 
 
 def audit_optimizer_parameters(optimizer: torch.optim.Optimizer, known: set[Tensor]) -> None:

@@ -46,10 +46,10 @@ def parse_memory(limit: int | float | str) -> int:
     Raises:
         ValueError: for anything else.
     """
-    if isinstance(limit, (int, float)) and not isinstance(limit, bool) and limit > 0:
+    if isinstance(limit, (int, float)) and not isinstance(limit, bool) and 1 <= limit < float("inf"):
         return int(limit)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)\s*", str(limit))
-    if not match or isinstance(limit, bool) or match[2] not in _UNITS or float(match[1]) == 0:
+    if not match or isinstance(limit, bool) or match[2] not in _UNITS or float(match[1]) * _UNITS[match[2]] < 1:
         raise ValueError(f"memory_limit must be a number of bytes or a text such as '24GiB' or '80GB', not {limit!r}.")
     return int(float(match[1]) * _UNITS[match[2]])
 

@@ -107,13 +107,10 @@ class Hybrid3DStrategy(TensorParallelStrategy):
         assert module is not None
         if not module.automatic_optimization:
             free.discard("pp")
-        if not free or sizes.dp_shard == 1 or (self.data_parallel_size != "auto" and self._memory is None):
+        if self.data_parallel_size != "auto" or sizes.dp_shard == 1:
+            free.clear()
+        if not free and self._memory is None:
             return sizes
-        if self.data_parallel_size != "auto":
-            raise ValueError(
-                f"memory_limit={self.memory_limit!r} chooses sizes, but data_parallel_size={self.data_parallel_size} leaves no choice. Set "
-                "data_parallel_size='auto', or leave memory_limit out."
-            )
         memory = torch.tensor(
             self._memory or device_memory(self.root_device, self.num_processes), device=self.root_device
         )
@@ -159,7 +156,7 @@ class Hybrid3DStrategy(TensorParallelStrategy):
         super().audit(trainer)
         self._gathers = True
         assert self.mesh is not None
-        audit.audit_callbacks(trainer.callbacks, self.zero_stage, self.mesh.sizes.pp)
+        audit.audit_callbacks(trainer.callbacks, self.zero_stage, self.mesh.sizes.pp, self.mesh.sizes.tp)
         if self.zero_stage == 3:  # FSDP2 keeps what it gathered for a later backward pass
             for loop in (
                 trainer.validate_loop,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_partrain.parallel.pipeline.random_states import share_random_states
+from lightning_partrain.parallel.pipeline.random_states import seeded, share_random_states
 from lightning_partrain.parallel.pipeline.schedule import Schedule
 from lightning_partrain.parallel.pipeline.sources import tensors_in
 from lightning_partrain.parallel.placement import Fused
@@ -86,6 +87,8 @@ class TensorParallelStrategy(PipelinedStrategy):
         share_random_states(self._tensor_host_group)  # replicated layers must draw, and loaders load, the same
         if self.pipeline is not None and self._stage_host_group is not None:
             share_random_states(self._stage_host_group)
+        seed = self.broadcast(int(torch.randint(1 << 62, ())))
+        self._seeds = torch.Generator().manual_seed(seed + self.mesh.data_parallel_rank)
         absent = self.pipeline.absent if self.pipeline is not None else frozenset[Tensor]()
         self.tensor_parallel = TensorParallel(self.lightning_module, self.mesh, self.tensor_parallel_plan, absent)
         self._fused_names = self.tensor_parallel.fused
@@ -103,11 +106,22 @@ class TensorParallelStrategy(PipelinedStrategy):
     # -- the step --------------------------------------------------------------------------------------------------------
 
     def _train(self, *args: Any, **kwargs: Any) -> Any:
+        if self.tensor_parallel is None:
+            return super()._train(*args, **kwargs)
+        self.tensor_parallel.begin_step()
+        if self.tensor_parallel.is_time_to_look():
+            self._batches_seen.discard("training_step")
         self._check_batch("training_step", args)
         try:
-            return super()._train(*args, **kwargs)
+            with seeded(
+                int(torch.randint(1 << 62, (), generator=self._seeds))
+            ):  # what replicated layers draw is the same
+                output = super()._train(*args, **kwargs)
         except RuntimeError as error:
             raise self._explained(error) from error
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        self.tensor_parallel.check_step(loss if isinstance(loss, Tensor) else None)
+        return output
 
     def _evaluate(self, step: str, *args: Any, **kwargs: Any) -> Any:
         self._check_batch(step, args)

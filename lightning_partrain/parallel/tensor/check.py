@@ -26,6 +26,14 @@ TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 TOLERANCE_16_BIT = 0.1
 
 
+def _tolerance(tensor: Tensor) -> float:
+    if torch.is_autocast_enabled(tensor.device.type):
+        return TOLERANCE_16_BIT
+    if tensor.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return 1e-2
+    return TOLERANCE.get(tensor.dtype, TOLERANCE_16_BIT)
+
+
 class RegionCheck:
     """Compares a region's first output with what its whole layers give, on this call's own arguments, and goes away.
 
@@ -47,13 +55,24 @@ class RegionCheck:
         group: dist.ProcessGroup,
     ) -> None:
         self.name, self.region, self.layers, self.fused, self.group = name, region, layers, fused, group
-        self.handle = region.register_forward_pre_hook(self._compare, with_kwargs=True)
+        self.seen = False
+        self.arm()
+
+    def arm(self) -> None:
+        """Compare the next call, too."""
+        self.handle = self.region.register_forward_pre_hook(self._compare, with_kwargs=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RegionCheck:
+        return self  # a copy of a module is not checked again
 
     @torch.no_grad()
     def _compare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not is_replaced(self.layers[0].module):  # a pipeline looks at the step, with whole layers
             return
+        if module is not self.region:
+            return
         self.handle.remove()
+        self.seen = True
         with isolate_rng(), _in_eval_mode(module), self._outside_of_stages():
             with self._whole_layers():
                 expected = type(module).forward(module, *_copied(args), **_copied(kwargs))
@@ -125,7 +144,7 @@ class RegionCheck:
             if not a.numel():
                 continue
             a, b = a.nan_to_num().double(), b.nan_to_num()
-            allowed = TOLERANCE.get(b.dtype, TOLERANCE_16_BIT) * max(float(b.abs().max()), 1e-6)
+            allowed = _tolerance(b) * max(float(b.abs().max()), 1e-6)
             worst = max(worst, float((a - b.double()).abs().max()) / allowed)
         return worst
 
@@ -138,10 +157,12 @@ class RegionCheck:
         )
 
     def _way_out(self) -> str:
-        pattern = self.layers[0].name.rpartition(".")[0] or "*"
+        parent = self.layers[0].name.rpartition(".")[0]
+        names = [f"{parent}.*"] if parent else [layer.name for layer in self.layers]
+        whole = ", ".join(f"'{name}': 'replicate'" for name in names)
         return (
             "Its code may expect all heads or features, or its layers may not be what their names say. Keep it whole: "
-            f"tensor_parallel_plan={{'*': 'auto', '{pattern}.*': 'replicate'}}, or map its layers to other styles."
+            f"tensor_parallel_plan={{'*': 'auto', {whole}}}, or map its layers to other styles."
         )
 
 
@@ -175,6 +196,25 @@ def _copied(value: Any) -> Any:
         return value
     finally:
         Tensor.__deepcopy__ = own  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def check_loss(loss: Tensor, group: dist.ProcessGroup) -> None:
+    """Raise, on all ranks, when the loss differs between the ranks of ``group``. Collective over ``group``.
+
+    Raises:
+        ValueError: says what may have happened.
+    """
+    value = loss.detach().double().reshape(-1).sum()
+    both = torch.stack([value, -value])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    largest, smallest = both[0].item(), -both[1].item()
+    if largest - smallest > 1e-3 * max(abs(largest), abs(smallest), 1e-30):
+        raise ValueError(
+            f"The loss differs between the tensor-parallel ranks ({smallest:.6g} to {largest:.6g}): it rests on something inside of layers that "
+            "are cut, where each rank sees its part only, or on random numbers or samples that are the rank's own. Keep the layers whole "
+            "with 'replicate' in tensor_parallel_plan, and draw and load alike on all ranks."
+        )
 
 
 @torch.no_grad()

@@ -24,21 +24,20 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+        return _Sum.apply(grad, ctx.group), None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
         tensor = tensor.contiguous().clone()
         dist.all_reduce(tensor, group=group)
         return tensor
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+        return _Enter.apply(grad, ctx.group), None
 
 
 class _Gather(torch.autograd.Function):
@@ -49,7 +48,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _own_slice(grad, ctx.group), None
+        return _Slice.apply(grad, ctx.group), None
 
 
 class _Slice(torch.autograd.Function):
@@ -60,7 +59,7 @@ class _Slice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _joined(grad, ctx.group), None
+        return _Gather.apply(grad, ctx.group), None
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ def part(param: Tensor | None) -> Any:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """GPT-2's linear layer, whose weight is (inputs, outputs); by its name, so that transformers need not be there."""
+    """A linear layer of Hugging Face's whose weight is (inputs, outputs); by its name, so that transformers need not be there."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and getattr(module, "weight", None) is not None
 
 

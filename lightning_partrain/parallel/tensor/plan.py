@@ -39,6 +39,10 @@ def check_plan(plan: Any) -> None:
             f"{{'layers.*.up_proj': 'colwise', 'layers.*.down_proj': 'rowwise'}}, not {plan!r}."
         )
     for pattern, style in plan.items():
+        if not isinstance(style, str):
+            raise ValueError(
+                f"tensor_parallel_plan gives {pattern!r} the style {style!r}; a style is one of {', '.join(STYLES)}."
+            )
         if style not in STYLES and style not in ALIASES and style != "auto":
             known = [*STYLES, *ALIASES, "auto"]
             near = difflib.get_close_matches(str(style), known, 3)
@@ -187,6 +191,13 @@ def regions(root: nn.Module, layers: list[Layer]) -> dict[str, list[Layer]]:
                     f"tensor_parallel_plan: {layer.name!r} ({layer.style.name!r}) {problem}, or 'replicate'."
                 )
             found.setdefault(above, [])
+    for layer in alone:
+        between = [n for n, inside in found.items() if not inside and (not n or layer.name.startswith(f"{n}."))]
+        if layer.style.name == "replicated_with_grad_allreduce" and not between:
+            raise ValueError(
+                f"tensor_parallel_plan: {layer.name!r} has the style {layer.style.name!r}, but is not between layers that are cut, so that its "
+                "gradient is whole already. Leave it out, or give it 'replicate'."
+            )
     for name, inside in found.items():
         if not inside:
             inside += [layer for layer in layers if not name or layer.name.startswith(f"{name}.")]

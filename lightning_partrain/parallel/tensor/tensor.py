@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import copy
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
@@ -13,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_partrain.mesh import ParallelMesh
 from lightning_partrain.parallel.placement import Fused, whole
 from lightning_partrain.parallel.tensor.attributes import replace, restore
-from lightning_partrain.parallel.tensor.check import RegionCheck, check_gradients
+from lightning_partrain.parallel.tensor.check import RegionCheck, check_gradients, check_loss
 from lightning_partrain.parallel.tensor.plan import Layer, Plan, regions, resolve
 from lightning_partrain.parallel.tensor.styles import CutParameter
 
@@ -30,6 +32,21 @@ HEADS_AND_WIDTHS = (
     "inner_dim",
     "embed_dim",
 )
+
+
+class CutForward:
+    """The forward of a cut layer. A copy of the layer gets one of its own."""
+
+    def __init__(self, function: Callable[..., Any], module: nn.Module, group: dist.ProcessGroup) -> None:
+        self.function, self.module, self.group = function, module, group
+        self.called = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.called = True
+        return self.function(self.module, self.group, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CutForward:
+        return CutForward(self.function, copy.deepcopy(self.module, memo), self.group)
 
 
 class TensorParallel:
@@ -57,7 +74,7 @@ class TensorParallel:
         self._places: list[tuple[nn.Module, str, nn.Parameter, str]] = []
         self._checks: list[RegionCheck] = []
         self._handles: list[Any] = []
-        self._gradients_checked = False
+        self._steps = 0
         if any(isinstance(p, DTensor) for p in root.parameters()):
             if plan != "auto":
                 raise ValueError(
@@ -102,8 +119,8 @@ class TensorParallel:
                 self._places.append((module, key, param, path))
         for module, key, param, _ in self._places:
             module._parameters[key] = new[param]
-        for param in new:
-            param.data = param.data.new_empty(0)
+        for param in new:  # whoever still holds it gets no numbers
+            param.data = param.data.new_full((), float("nan")).expand(param.shape)
             param.grad = None
         for layer in layers:
             self._install(layer)
@@ -132,12 +149,9 @@ class TensorParallel:
         return nn.Parameter(tensor, param.requires_grad)
 
     def _install(self, layer: Layer) -> None:
-        forward, group, module = layer.style.forward, self.group, layer.module
-
-        def cut_forward(*args: Any, **kwargs: Any) -> Any:
-            return forward(module, group, *args, **kwargs)  # type: ignore[misc]
-
-        replace(module, "forward", cut_forward)
+        assert layer.style.forward is not None
+        module = layer.module
+        replace(module, "forward", CutForward(layer.style.forward, module, self.group))
         if (
             layer.style.name == "heads"
         ):  # a hook keeps the layers of torch.nn off their fused path, which takes the weights
@@ -167,11 +181,37 @@ class TensorParallel:
 
     # -- the step --------------------------------------------------------------------------------------------------------
 
+    def is_time_to_look(self) -> bool:
+        """At steps 1, 2, 4, 8, ...: a layer may begin at zero, and a step may depend on how far training is."""
+        return self._steps & (self._steps - 1) == 0
+
+    def begin_step(self) -> None:
+        """Before each training step."""
+        self._steps += 1
+        if self._steps > 1 and self.is_time_to_look():
+            for check in self._checks:
+                check.handle.remove()
+                check.arm()
+
+    def check_step(self, loss: Tensor | None) -> None:
+        """After a training step. Collective over the tensor-parallel ranks."""
+        if not self.is_time_to_look():
+            return
+        if loss is not None:
+            check_loss(loss, self.group)
+        for check in self._checks:
+            called = [layer.name for layer in check.layers if getattr(layer.module.forward, "called", False)]
+            if called and not check.seen and check.name:
+                raise ValueError(
+                    f"{called[0]!r} is cut together with other layers of {check.name!r}, but is not called by that module's forward, so that it "
+                    "cannot be seen whether what happens in between is right. Keep them whole: tensor_parallel_plan={'*': 'auto', "
+                    f"'{check.name}.*': 'replicate'}}, or give them 'colwise_gather_output' and 'rowwise_split_input'."
+                )
+
     def check_gradients(self, parameters: dict[str, nn.Parameter]) -> None:
-        """After the first window. Collective over the tensor-parallel ranks."""
-        if not self._gradients_checked:
+        """After the backward pass of a window. Collective over the tensor-parallel ranks."""
+        if self.is_time_to_look():
             check_gradients(parameters, self.group)
-            self._gradients_checked = True
 
     # -- whole again -----------------------------------------------------------------------------------------------------
 
