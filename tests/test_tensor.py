@@ -32,7 +32,7 @@ from tests.test_traffic import WINDOW, OneWindow
 # -- shares --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", TENSOR_CASES)
 def test_each_rank_holds_its_share(case: str, tensor: int) -> None:
     """Of the blocks at least nine tenths are cut, and whole are only norms, biases that are added to sums, and position tables."""
