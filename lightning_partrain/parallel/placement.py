@@ -72,19 +72,19 @@ def local_part_of(full: Tensor, like: DTensor, fused: Fused | None = None) -> Te
     part = full.detach().to(like.device)
     if fused is not None:
         part = fused.by_rank(part)
-    for axis, dim, size in _cuts(like):
-        span = _span(size, like.device_mesh.size(axis), like.device_mesh.get_local_rank(axis))
-        part = part.narrow(dim, span.start, span.stop - span.start)
-    return part.clone(memory_format=torch.contiguous_format)
+    return _narrowed(part, like, list(_cuts(like)))
 
 
 def rows_of(part: Tensor, like: DTensor) -> Tensor:
     """This rank's rows of its tensor-parallel ``part``, cut over the data-parallel axes as ``like`` is, as a copy."""
     tensor_parallel = tensor_axis(like)
-    for axis, dim, size in _cuts(like):
-        if axis != tensor_parallel:
-            span = _span(size, like.device_mesh.size(axis), like.device_mesh.get_local_rank(axis))
-            part = part.narrow(dim, span.start, span.stop - span.start)
+    return _narrowed(part, like, [cut for cut in _cuts(like) if cut[0] != tensor_parallel])
+
+
+def _narrowed(part: Tensor, like: DTensor, cuts: list[tuple[int, int, int]]) -> Tensor:
+    for axis, dim, size in cuts:
+        span = _span(size, like.device_mesh.size(axis), like.device_mesh.get_local_rank(axis))
+        part = part.narrow(dim, span.start, span.stop - span.start)
     return part.clone(memory_format=torch.contiguous_format)
 
 

@@ -21,7 +21,7 @@ from lightning_partrain.parallel.fully_shard import find_blocks
 from lightning_partrain.parallel.pipeline.cut import choose_cut
 from lightning_partrain.parallel.pipeline.record import CannotCutError
 from lightning_partrain.parallel.pipeline.units import find_units
-from lightning_partrain.parallel.tensor.plan import Plan, regions, resolve, together
+from lightning_partrain.parallel.tensor.plan import Plan, cut_parameters, regions, resolve, together
 
 #: The part of the memory that the model's state may fill; the rest is for activations and the libraries.
 FOR_STATE = 0.8
@@ -130,7 +130,7 @@ def state_bytes(module: nn.Module, sizes: ParallelSizes, zero_stage: int, plan: 
             groups = together(module, regions(module, layers))
         except ValueError:
             return None
-        cut = {getattr(c.owner, c.key) for layer in layers for c in layer.style.cut(layer.module)}
+        cut = cut_parameters(layers)
     stages: list[set[Tensor]] = [set(module.parameters())]
     if sizes.pp > 1:
         units = find_units(module)

@@ -79,12 +79,7 @@ class PipelinedStrategy(MeshStrategy):
     @cached_property
     def _stage_host_group(self) -> dist.ProcessGroup | None:
         """The stages of this data-parallel rank, for tensors on the host."""
-        assert self.mesh is not None
-        if self.mesh.sizes.pp == 1:
-            return None
-        if self.process_group_backend == "gloo":
-            return self.mesh.group("pp")
-        return self.mesh.new_groups("pp", range(self.mesh.sizes.pp), backend="gloo", timeout=self.timeout)
+        return self.host_group("pp")
 
     def cut(self, trainer: Any) -> SharedBuffers:
         if not self.pipelined:

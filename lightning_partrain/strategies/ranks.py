@@ -143,6 +143,16 @@ class RankStrategy(ParallelStrategy):
             return dist.group.WORLD
         return dist.new_group(backend="gloo", timeout=self.timeout)
 
+    def host_group(self, axis: str) -> dist.ProcessGroup | None:
+        """The ranks along ``axis``, for tensors on the host; ``None`` when there is one. Collective over all ranks."""
+        assert self.mesh is not None
+        size = self.mesh.size(axis)
+        if size == 1:
+            return None
+        if self.process_group_backend == "gloo":
+            return self.mesh.group(axis)
+        return self.mesh.new_groups(axis, range(size), backend="gloo", timeout=self.timeout)
+
     # -- between ranks -------------------------------------------------------------------------------------------------
 
     def barrier(self, name: str | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import cached_property
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_partrain.parallel.pipeline.random_states import seeded, share_random_states
 from lightning_partrain.parallel.pipeline.schedule import Schedule
-from lightning_partrain.parallel.pipeline.sources import tensors_in
+from lightning_partrain.parallel.pipeline.sources import digest
 from lightning_partrain.parallel.placement import Fused
 from lightning_partrain.parallel.tensor.plan import Plan, check_plan, regions, resolve, together
 from lightning_partrain.parallel.tensor.tensor import TensorParallel
@@ -62,12 +61,7 @@ class TensorParallelStrategy(PipelinedStrategy):
     @cached_property
     def _tensor_host_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold layers together with this one, for tensors on the host."""
-        assert self.mesh is not None
-        if self._tensor_ranks == 1:
-            return None
-        if self.process_group_backend == "gloo":
-            return self.mesh.group("tp")
-        return self.mesh.new_groups("tp", range(self._tensor_ranks), backend="gloo", timeout=self.timeout)
+        return self.host_group("tp")
 
     def audit(self, trainer: Any) -> None:
         super().audit(trainer)
@@ -112,10 +106,9 @@ class TensorParallelStrategy(PipelinedStrategy):
         if self.tensor_parallel.is_time_to_look():
             self._batches_seen.discard("training_step")
         self._check_batch("training_step", args)
+        # a seed a step: what replicated layers draw is the same, whatever else a rank draws
         try:
-            with seeded(
-                int(torch.randint(1 << 62, (), generator=self._seeds))
-            ):  # what replicated layers draw is the same
+            with seeded(int(torch.randint(1 << 62, (), generator=self._seeds))):
                 output = super()._train(*args, **kwargs)
         except RuntimeError as error:
             raise self._explained(error) from error
@@ -144,10 +137,7 @@ class TensorParallelStrategy(PipelinedStrategy):
         if self._tensor_host_group is None or step in self._batches_seen:
             return
         self._batches_seen.add(step)
-        print_ = hashlib.sha256()
-        for tensor in tensors_in(args[0]):
-            print_.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        everyone = gather_json([print_.hexdigest()], torch.device("cpu"), self._tensor_host_group)
+        everyone = gather_json([digest(args[0])], torch.device("cpu"), self._tensor_host_group)
         audit.audit_batches(everyone, step)
 
     def _complete_gradients(self, last_of_window: bool) -> None:

@@ -30,7 +30,7 @@ from lightning_partrain.parallel.pipeline.random_states import seeded
 from lightning_partrain.parallel.pipeline.record import CannotCutError, Recording, record
 from lightning_partrain.parallel.pipeline.results import LogBook, Messages, loggers_of_a_step, share_metrics
 from lightning_partrain.parallel.pipeline.schedule import Schedule, build_schedule, run_one_stage
-from lightning_partrain.parallel.pipeline.sources import tensors_in
+from lightning_partrain.parallel.pipeline.sources import digest
 from lightning_partrain.parallel.pipeline.stage import Stage, empty_of_numbers
 from lightning_partrain.parallel.pipeline.units import Unit, block_lists, find_units
 
@@ -176,8 +176,7 @@ class Pipeline:
         cut = repr((self.cut.stages, sorted(self.lives.items())))
         column = hashlib.sha256(repr([flow.crossing for _, flow in self._steps.values()]).encode())
         for _, args in steps:
-            for tensor in tensors_in(args[0]):
-                column.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            column.update(digest(args[0]).encode())
         return hashlib.sha256(cut.encode()).hexdigest(), column.hexdigest()
 
     def _look_at(self, steps: Sequence[tuple[str, tuple[Any, ...]]]) -> list[tuple[Hashable, Recording]]:

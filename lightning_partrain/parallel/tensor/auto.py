@@ -52,10 +52,8 @@ def auto_styles(root: nn.Module) -> dict[str, str]:
         if own:
             pretrained.append(name)
             styles.update(_of_own_plan(name, module, own))
-    for (
-        name,
-        module,
-    ) in root.named_modules():  # what the root does with its own layers is in steps, which are not checked
+    for name, module in root.named_modules():
+        # what the root does with its own layers is in steps, which are not checked
         if not name or any(name == p or name.startswith(f"{p}." if p else "") for p in pretrained):
             continue
         for child, style in _of_structure(module):

@@ -198,6 +198,13 @@ def _copied(value: Any) -> Any:
         Tensor.__deepcopy__ = own  # type: ignore[method-assign]
 
 
+def _extremes(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The largest and the smallest of each value over the ranks, in one reduction."""
+    both = torch.stack([values, -values])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    return torch.stack([both[0], -both[1]])
+
+
 @torch.no_grad()
 def check_loss(loss: Tensor, group: dist.ProcessGroup) -> None:
     """Raise, on all ranks, when the loss differs between the ranks of ``group``. Collective over ``group``.
@@ -205,10 +212,7 @@ def check_loss(loss: Tensor, group: dist.ProcessGroup) -> None:
     Raises:
         ValueError: says what may have happened.
     """
-    value = loss.detach().double().reshape(-1).sum()
-    both = torch.stack([value, -value])
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-    largest, smallest = both[0].item(), -both[1].item()
+    largest, smallest = (x.item() for x in _extremes(loss.detach().double().reshape(-1).sum(), group))
     if largest - smallest > 1e-3 * max(abs(largest), abs(smallest), 1e-30):
         raise ValueError(
             f"The loss differs between the tensor-parallel ranks ({smallest:.6g} to {largest:.6g}): it rests on something inside of layers that "
@@ -236,11 +240,9 @@ def check_gradients(parameters: Mapping[str, Tensor], group: dist.ProcessGroup) 
         prints.append(torch.stack([double.sum(), double.abs().sum()]))
     if not prints:
         return
-    both = torch.stack(prints)
-    both = torch.stack([both, -both])
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-    spread = (both[0] + both[1]).abs().amax(-1)  # largest minus smallest
-    size = both[0][:, 1].clamp(min=1e-30)
+    largest, smallest = _extremes(torch.stack(prints), group)
+    spread = (largest - smallest).abs().amax(-1)
+    size = largest[:, 1].clamp(min=1e-30)
     off = [name for name, part in zip(names, (spread / size).tolist(), strict=True) if not part <= 1e-3]
     if off:
         raise ValueError(

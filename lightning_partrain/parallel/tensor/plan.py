@@ -205,6 +205,11 @@ def regions(root: nn.Module, layers: list[Layer]) -> dict[str, list[Layer]]:
     return {name: found[name] for name in outermost}
 
 
+def cut_parameters(layers: list[Layer]) -> set[Tensor]:
+    """The parameters of which each rank will hold a part."""
+    return {getattr(cut.owner, cut.key) for layer in layers for cut in layer.style.cut(layer.module)}
+
+
 def is_row_of_pairs(root: nn.Module, name: str, layers: list[Layer]) -> bool:
     """Whether a region is a Sequential of layers between whose pairs tensors are replicated."""
     return type(root.get_submodule(name)) is nn.Sequential and all(

@@ -16,7 +16,7 @@ from lightning_partrain.mesh import ParallelMesh
 from lightning_partrain.parallel.placement import Fused, whole
 from lightning_partrain.parallel.tensor.attributes import replace, restore
 from lightning_partrain.parallel.tensor.check import RegionCheck, check_gradients, check_loss
-from lightning_partrain.parallel.tensor.plan import Layer, Plan, regions, resolve
+from lightning_partrain.parallel.tensor.plan import Layer, Plan, cut_parameters, regions, resolve
 from lightning_partrain.parallel.tensor.styles import CutParameter
 
 #: Attributes in which attention modules keep the number of heads, and the width of all of them, for the shapes of their views.
@@ -68,9 +68,7 @@ class TensorParallel:
         self, root: nn.Module, mesh: ParallelMesh, plan: Plan, absent: Collection[Tensor] = frozenset()
     ) -> None:
         self.root, self.mesh, self.group = root, mesh, mesh.group("tp")
-        self.layers: list[Layer] = []
         self.fused: dict[str, Fused] = {}
-        self._originals: dict[Tensor, nn.Parameter] = {}
         self._places: list[tuple[nn.Module, str, nn.Parameter, str]] = []
         self._checks: list[RegionCheck] = []
         self._handles: list[Any] = []
@@ -85,7 +83,6 @@ class TensorParallel:
         layers = resolve(root, plan, mesh.size("tp"))
         places = regions(root, layers)
         present = [layer for layer in layers if not self._is_absent(layer, absent)]
-        self.layers = present
         self._tell(layers)
         self._cut(present)
         fused = {(m, key): self.fused[path] for m, key, _, path in self._places if path in self.fused}
@@ -152,9 +149,8 @@ class TensorParallel:
         assert layer.style.forward is not None
         module = layer.module
         replace(module, "forward", CutForward(layer.style.forward, module, self.group))
-        if (
-            layer.style.name == "heads"
-        ):  # a hook keeps the layers of torch.nn off their fused path, which takes the weights
+        if layer.style.name == "heads":
+            # any hook keeps the layers of torch.nn off their fused path, which takes the weights
             self._handles.append(module.register_forward_hook(lambda *_: None))
         if layer.style.opens:
             self._count_heads(self.root.get_submodule(layer.name.rpartition(".")[0]))
@@ -171,8 +167,7 @@ class TensorParallel:
         counts: dict[str, int] = {}
         for layer in layers:
             counts[layer.style.name] = counts.get(layer.style.name, 0) + 1
-        cut = {getattr(c.owner, c.key) for layer in layers for c in layer.style.cut(layer.module)}
-        numbers = sum(p.numel() for p in cut), sum(p.numel() for p in self.root.parameters())
+        numbers = sum(p.numel() for p in cut_parameters(layers)), sum(p.numel() for p in self.root.parameters())
         rank_zero_info(
             f"Tensor parallel over {self.group.size()} ranks: {numbers[0] / max(1, numbers[1]):.0%} of the parameters are cut ("
             + ", ".join(f"{number} layers {style}" for style, number in counts.items())
