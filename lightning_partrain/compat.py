@@ -21,9 +21,11 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -36,6 +38,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
     "FakeTensorMode",
+    "LocalGradScaler",
     "PrefetchDataFetcher",
     "ReduceScatter",
     "StridedShard",
@@ -54,7 +57,9 @@ __all__ = [
     "fsdp_gather_for_methods",
     "fsdp_gathered",
     "fsdp_params",
+    "hold_schedulers",
     "init_dist_connection",
+    "keep_float16_on_cpu",
     "local_part",
     "logged_names",
     "pl_worker_init_function",
@@ -64,6 +69,7 @@ __all__ = [
     "step_values",
     "tree_flatten",
     "tree_unflatten",
+    "uncount_step",
     "unwrap_optimizer",
 ]
 
@@ -454,3 +460,102 @@ def _forget_composable_state(root: nn.Module) -> None:
         module.__dict__.pop(REGISTRY_KEY, None)
         module.__dict__.pop(STATE_KEY, None)
         _module_state_mapping.pop(module, None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mixed precision
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class LocalGradScaler(torch.amp.GradScaler):
+    """torch's scaler over the parts of gradients that ranks hold; what one of them finds, all of them know.
+
+    torch 2.13's own raises on a mix of DTensors and plain tensors, and leaves pipeline stages with different scales.
+    """
+
+    _group: dist.ProcessGroup | None = None
+    _found: Tensor | None = None
+
+    @classmethod
+    def like(cls, other: torch.amp.GradScaler | None, device: str) -> LocalGradScaler:
+        """With the settings and the state of ``other``, or torch's defaults."""
+        if other is None:
+            return cls(device)
+        new = cls(device, enabled=other.is_enabled())
+        if other.is_enabled():
+            new.load_state_dict(other.state_dict())
+        return new
+
+    def attach(self, group: dist.ProcessGroup | None, stepped: Callable[[Tensor], Tensor]) -> None:
+        self._group, self._stepped = group, stepped
+
+    def found_nonfinite(self) -> bool:
+        """Whether the gradients unscaled last are not finite on some rank. Waits for the device."""
+        return self._found is not None and bool(self._found.item())
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    grad = self._stepped(param).grad
+                    if grad is None:
+                        continue
+                    if grad.dtype == torch.float16 and not allow_fp16:
+                        raise ValueError(
+                            "precision='16-mixed' keeps parameters and gradients in float32, but a gradient is float16. Leave the parameters in "
+                            "float32, or use precision='16-true'."
+                        )
+                    by_dtype.setdefault(grad.dtype, []).append(local_part(grad))
+            for grads in by_dtype.values():
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+            if self._group is not None:
+                dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._group)
+        self._found = found_inf
+        return {found_inf.device: found_inf}
+
+
+def keep_float16_on_cpu(is_ours: Callable[[Any], bool]) -> None:
+    """Let ``precision="16-mixed"`` be what it says on a CPU; Lightning 2.6 takes bfloat16 there, with a warning.
+
+    Args:
+        is_ours: whether a strategy is one that this is for.
+    """
+    if getattr(_AcceleratorConnector, "_keeps_float16", False):
+        return
+    choose = _AcceleratorConnector._check_and_init_precision
+
+    def chosen(connector: Any) -> Any:
+        asked = connector._precision_flag == "16-mixed" and connector._precision_plugin_flag is None
+        if asked and connector._accelerator_flag == "cpu" and is_ours(connector.strategy):
+            return MixedPrecision("16-mixed", "cpu")
+        return choose(connector)
+
+    _AcceleratorConnector._check_and_init_precision = chosen  # type: ignore[method-assign,assignment]
+    _AcceleratorConnector._keeps_float16 = True  # type: ignore[attr-defined]
+
+
+def uncount_step(trainer: Any) -> None:
+    """From within an optimizer step that was skipped: Lightning, which counts it anyway, has counted one less."""
+    loop = trainer.fit_loop.epoch_loop
+    if trainer.lightning_module.automatic_optimization:
+        progress = loop.automatic_optimization.optim_progress.optimizer.step
+    else:
+        progress = loop.manual_optimization.optim_step_progress
+    for tracker in (progress.total, progress.current):
+        tracker.ready -= 1
+        tracker.completed -= 1
+
+
+def hold_schedulers(trainer: Any, skipped: Callable[[], bool]) -> Callable[[], None]:
+    """Let schedulers that count steps wait while ``skipped()``; returns what undoes it."""
+    loop = trainer.fit_loop.epoch_loop
+
+    def update(interval: str, update_plateau_schedulers: bool) -> None:
+        if interval != "step" or not skipped():
+            type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers)
+
+    loop.update_lr_schedulers = update
+    return lambda: loop.__dict__.pop("update_lr_schedulers", None)

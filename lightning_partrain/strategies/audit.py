@@ -6,16 +6,34 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.plugins.precision import (
+    BitsandbytesPrecision,
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    TransformerEnginePrecision,
+    XLAPrecision,
+)
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+
+from lightning_partrain.precision.mesh_mixed import MeshMixedPrecision
 
 try:
     from lightning.pytorch.callbacks import WeightAveraging
 except ImportError:  # Lightning before 2.6
     WeightAveraging = None  # type: ignore[assignment,misc]
 
+
+#: Plugins that change layers into ones that cannot be cut, or that drive another strategy.
+OTHER_PRECISION = (
+    BitsandbytesPrecision,
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    TransformerEnginePrecision,
+    XLAPrecision,
+)
 
 #: torch's optimizers that get wrong numbers or an error from DTensors, and why.
 NOT_OVER_SHARDS = {
@@ -41,6 +59,24 @@ def audit_module(module: nn.Module) -> None:
             raise ValueError(
                 f"{name!r} is complex. Hold it as a real parameter with a last dimension of 2 (torch.view_as_real)."
             )
+
+
+def audit_precision(plugin: Any, ranks: int) -> None:
+    """Raise for precision plugins that other strategies or whole layers are needed for.
+
+    Raises:
+        ValueError: names the plugin and what to use.
+    """
+    if isinstance(plugin, OTHER_PRECISION):
+        raise ValueError(
+            f"{type(plugin).__name__} does not work with this strategy. Use precision '32-true', 'bf16-mixed', '16-mixed', 'bf16-true', "
+            "'16-true' or '64-true'."
+        )
+    if ranks > 1 and getattr(plugin, "scaler", None) is not None and not isinstance(plugin, MeshMixedPrecision):
+        raise ValueError(
+            f"{type(plugin).__name__} has a loss scale of its own, which would differ between ranks. Derive it from "
+            "lightning_partrain.precision.MeshMixedPrecision, whose ranks agree on one."
+        )
 
 
 def audit_callbacks(callbacks: list[Any], zero_stage: int, stages: int, tensor: int) -> None:
@@ -72,7 +108,7 @@ def audit_pipeline(trainer: Any) -> None:
     """Raise for what only a whole model on every rank can do.
 
     Raises:
-        ValueError: manual optimization, an overridden backward, a gradient scaler.
+        ValueError: manual optimization, an overridden backward.
     """
     module = trainer.lightning_module
     way_out = "Use pipeline_parallel_size=1 and no num_microbatches."
@@ -90,11 +126,6 @@ def audit_pipeline(trainer: Any) -> None:
         )
     if is_overridden("backward", module):
         raise ValueError(f"The LightningModule overrides backward(), which a pipeline never calls. {way_out}")
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        raise ValueError(
-            "precision='16-mixed' scales the loss after training_step, where a pipeline has computed the gradients already. Use "
-            "precision='bf16-mixed'."
-        )
 
 
 def audit_fingerprints(by_rank: list[list[Any]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -25,7 +25,9 @@ from lightning_partrain.parallel.batchnorm import restore_batch_norm, synchroniz
 from lightning_partrain.parallel.buffers import SharedBuffers, broadcast_tensors
 from lightning_partrain.parallel.optimizer import swap_parameters
 from lightning_partrain.parallel.placement import Fused
+from lightning_partrain.parallel.random_states import seeded
 from lightning_partrain.parallel.replicate import ReplicatedModel
+from lightning_partrain.precision.mesh_mixed import STATE_KEY, MeshMixedPrecision
 from lightning_partrain.strategies import audit
 from lightning_partrain.strategies.metrics import MetricAgreement
 from lightning_partrain.strategies.ranks import RankStrategy
@@ -56,7 +58,10 @@ class MeshStrategy(RankStrategy):
         self._step_hooks: list[RemovableHandle] = []
         self._stepped: Callable[[Tensor], Tensor] = lambda param: param
         self._stage_norm: numerics.StageNorm | None = None
+        self._seeds: torch.Generator | None = None
+        self._let_go: Callable[[], None] = lambda: None
         compat.agree_on_epoch_metrics(_agrees)
+        compat.keep_float16_on_cpu(lambda strategy: isinstance(strategy, MeshStrategy))
 
     # -- for subclasses ------------------------------------------------------------------------------------------------
 
@@ -77,6 +82,7 @@ class MeshStrategy(RankStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
         audit.audit_module(self.model)
+        audit.audit_precision(self.precision_plugin, self.world_size)
         self.audit(trainer)
         if self.world_size > 1:
             self.metrics = MetricAgreement(
@@ -87,6 +93,7 @@ class MeshStrategy(RankStrategy):
         self._use_data_parallel_metrics()
         broadcast_tensors([t.detach() for t in (*self.model.parameters(), *self.model.buffers())])
         self._remember_names(self.model.named_parameters())
+        self._seeds = self._make_seeds() if fitting and self.world_size > 1 else None
         self.buffers = self.cut(trainer)
         self.cut_layers()
         self._remember_names(self.model.named_parameters())
@@ -100,6 +107,7 @@ class MeshStrategy(RankStrategy):
         self.setup_precision_plugin()
         if fitting:
             self._attach_optimizers()
+            self._attach_precision(trainer)
             if self.metrics is not None:
                 self.metrics.watch()
 
@@ -144,6 +152,12 @@ class MeshStrategy(RankStrategy):
             self._step_hooks.append(hook)
             self.model_parallel.attach_optimizer(optimizer, wrapper)
 
+    def _attach_precision(self, trainer: Any) -> None:
+        plugin = self.precision_plugin
+        if isinstance(plugin, MeshMixedPrecision):
+            plugin.attach(dist.group.WORLD if self.world_size > 1 else None, self._stepped)
+            self._let_go = compat.hold_schedulers(trainer, lambda: plugin.skipped)
+
     def _use_current_parameters(
         self, optimizer: torch.optim.Optimizer, now: dict[str, nn.Parameter], current: set[Tensor]
     ) -> None:
@@ -181,11 +195,22 @@ class MeshStrategy(RankStrategy):
             self.metrics.after_step()
         return output
 
+    def _make_seeds(self) -> torch.Generator:
+        """Of a seed a step: the same on ranks that work on the same samples, another on every data-parallel rank."""
+        assert self.mesh is not None
+        seed = self.broadcast(int(torch.randint(1 << 62, ())))
+        return torch.Generator().manual_seed(seed + self.mesh.data_parallel_rank)
+
+    def _seed_of_step(self) -> AbstractContextManager[None]:
+        if self._seeds is None:
+            return nullcontext()
+        return seeded(int(torch.randint(1 << 62, (), generator=self._seeds)))
+
     def _train(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None and self.model_parallel is not None
         self.model_parallel.guard(True)
         try:
-            with self.precision_plugin.train_step_context():
+            with self._seed_of_step(), self.precision_plugin.train_step_context():
                 return self.lightning_module.training_step(*args, **kwargs)
         finally:
             self.model_parallel.guard(False)
@@ -268,6 +293,8 @@ class MeshStrategy(RankStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
+        if type(plugin) is MixedPrecision:
+            plugin = MeshMixedPrecision(plugin.precision, plugin.device, plugin.scaler)  # type: ignore[arg-type]
         self._precision_plugin = plugin
         if plugin is not None and type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
             plugin.clip_grad_by_norm = (  # type: ignore[method-assign]
@@ -281,6 +308,13 @@ class MeshStrategy(RankStrategy):
                     map(self._stepped, plugin.main_params(optimizer)), float(clip_val)
                 )
             )
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if isinstance(self.precision_plugin, MeshMixedPrecision) and self.precision_plugin.skipped:
+            assert self.lightning_module is not None
+            compat.uncount_step(self.lightning_module.trainer)
+        return output
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the whole model's gradients, equal on every rank; for ``on_before_optimizer_step`` and the like.
@@ -349,12 +383,20 @@ class MeshStrategy(RankStrategy):
             [[_NAMES.get(p, "") for p in g["params"]] for g in compat.unwrap_optimizer(o).param_groups]
             for o in self.optimizers
         ]
+        if type(self.precision_plugin) is MeshMixedPrecision and MeshMixedPrecision.__qualname__ in checkpoint:
+            checkpoint[STATE_KEY] = checkpoint.pop(MeshMixedPrecision.__qualname__)
         checkpoint[full.KEY] = full.describe(self.layout() if self.mesh else {}, groups)
         if type(self.checkpoint_io) is TorchCheckpointIO and "://" not in str(path) and storage_options is None:
             with full.replace_when_complete(path) as aside:
                 self.checkpoint_io.save_checkpoint(checkpoint, aside)
         else:
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if type(self.precision_plugin) is MeshMixedPrecision and STATE_KEY in checkpoint:
+            checkpoint[MeshMixedPrecision.__qualname__] = checkpoint.pop(STATE_KEY)
+        return checkpoint
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
@@ -385,6 +427,7 @@ class MeshStrategy(RankStrategy):
                 self.join()
                 self._remember_names(self.lightning_module.named_parameters())
             self.model_parallel = None
+            self._let_go()
             while self._step_hooks:
                 self._step_hooks.pop().remove()
             if self._layer_sync is not None:

@@ -17,9 +17,10 @@ from lightning_partrain.numerics import StageNorm
 from lightning_partrain.parallel.buffers import SharedBuffers
 from lightning_partrain.parallel.pipeline import state
 from lightning_partrain.parallel.pipeline.pipeline import Pipeline, Split
-from lightning_partrain.parallel.pipeline.random_states import share_random_states
 from lightning_partrain.parallel.pipeline.schedule import Schedule
 from lightning_partrain.parallel.pipeline.tied import TiedGradients
+from lightning_partrain.parallel.random_states import share_random_states
+from lightning_partrain.precision.mesh_mixed import MeshMixedPrecision
 from lightning_partrain.strategies import audit
 from lightning_partrain.strategies.base import MeshStrategy
 from lightning_partrain.strategies.first_batch import first_steps
@@ -161,7 +162,11 @@ class PipelinedStrategy(MeshStrategy):
         assert self.model_parallel is not None and self.lightning_module is not None
         trainer = self.lightning_module.trainer
         self.model_parallel.begin_schedule()
-        output = self.pipeline.run("training_step", args, training=True, scale=1.0 / trainer.accumulate_grad_batches)
+        scale: float | Tensor = 1.0 / trainer.accumulate_grad_batches
+        if isinstance(self.precision_plugin, MeshMixedPrecision):
+            loss_scale = self.precision_plugin.loss_scale(self.root_device)
+            scale = scale if loss_scale is None else loss_scale * scale
+        output = self.pipeline.run("training_step", args, training=True, scale=scale)
         self.model_parallel.end_schedule()
         return output
 

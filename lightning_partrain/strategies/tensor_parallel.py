@@ -13,10 +13,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_partrain.parallel.pipeline.random_states import seeded, share_random_states
 from lightning_partrain.parallel.pipeline.schedule import Schedule
 from lightning_partrain.parallel.pipeline.sources import digest
 from lightning_partrain.parallel.placement import Fused
+from lightning_partrain.parallel.random_states import share_random_states
 from lightning_partrain.parallel.tensor.plan import Plan, check_plan, regions, resolve, together
 from lightning_partrain.parallel.tensor.tensor import TensorParallel
 from lightning_partrain.strategies import audit
@@ -81,8 +81,6 @@ class TensorParallelStrategy(PipelinedStrategy):
         share_random_states(self._tensor_host_group)  # replicated layers must draw, and loaders load, the same
         if self.pipeline is not None and self._stage_host_group is not None:
             share_random_states(self._stage_host_group)
-        seed = self.broadcast(int(torch.randint(1 << 62, ())))
-        self._seeds = torch.Generator().manual_seed(seed + self.mesh.data_parallel_rank)
         absent = self.pipeline.absent if self.pipeline is not None else frozenset[Tensor]()
         self.tensor_parallel = TensorParallel(self.lightning_module, self.mesh, self.tensor_parallel_plan, absent)
         self._fused_names = self.tensor_parallel.fused
@@ -106,10 +104,8 @@ class TensorParallelStrategy(PipelinedStrategy):
         if self.tensor_parallel.is_time_to_look():
             self._batches_seen.discard("training_step")
         self._check_batch("training_step", args)
-        # a seed a step: what replicated layers draw is the same, whatever else a rank draws
         try:
-            with seeded(int(torch.randint(1 << 62, (), generator=self._seeds))):
-                output = super()._train(*args, **kwargs)
+            output = super()._train(*args, **kwargs)
         except RuntimeError as error:
             raise self._explained(error) from error
         loss = output.get("loss") if isinstance(output, Mapping) else output

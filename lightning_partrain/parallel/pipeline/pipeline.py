@@ -26,13 +26,13 @@ from lightning_partrain.parallel.pipeline.cut import (
     extend_cut,
     parameter_stages,
 )
-from lightning_partrain.parallel.pipeline.random_states import seeded
 from lightning_partrain.parallel.pipeline.record import CannotCutError, Recording, record
 from lightning_partrain.parallel.pipeline.results import LogBook, Messages, loggers_of_a_step, share_metrics
 from lightning_partrain.parallel.pipeline.schedule import Schedule, build_schedule, run_one_stage
 from lightning_partrain.parallel.pipeline.sources import digest
 from lightning_partrain.parallel.pipeline.stage import Stage, empty_of_numbers
 from lightning_partrain.parallel.pipeline.units import Unit, block_lists, find_units
+from lightning_partrain.parallel.random_states import seeded
 
 Context = Callable[[], Any]
 
@@ -265,7 +265,7 @@ class Pipeline:
             number = min(number, samples)  # a smaller last batch
         return batches.micro_batch_sizes(samples, number)
 
-    def run(self, name: str, args: tuple[Any, ...], training: bool, scale: float = 1.0) -> Any:
+    def run(self, name: str, args: tuple[Any, ...], training: bool, scale: float | Tensor = 1.0) -> Any:
         """Run the step ``name`` on all stages and give what it would have returned for the whole batch, on all of them.
 
         Args:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lightning_partrain import compat
 from lightning_partrain.parallel.pipeline.cut import Crossing, Cut, Flow
-from lightning_partrain.parallel.pipeline.random_states import seeded, torch_seeded
 from lightning_partrain.parallel.pipeline.record import Leaf, Recording
 from lightning_partrain.parallel.pipeline.units import Unit
+from lightning_partrain.parallel.random_states import seeded, torch_seeded
 
 
 class StageDone(BaseException):

@@ -243,7 +243,8 @@ def check_gradients(parameters: Mapping[str, Tensor], group: dist.ProcessGroup) 
     largest, smallest = _extremes(torch.stack(prints), group)
     spread = (largest - smallest).abs().amax(-1)
     size = largest[:, 1].clamp(min=1e-30)
-    off = [name for name, part in zip(names, (spread / size).tolist(), strict=True) if not part <= 1e-3]
+    # gradients that are not finite are a matter of the loss scale, or of the loss
+    off = [name for name, part in zip(names, (spread / size).tolist(), strict=True) if part > 1e-3]
     if off:
         raise ValueError(
             f"The gradient of {off[0]!r} differs between the tensor-parallel ranks{f', and of {len(off) - 1} more' if off[1:] else ''}: it is "
