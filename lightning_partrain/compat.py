@@ -28,7 +28,8 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
@@ -47,6 +48,7 @@ __all__ = [
     "agree_on_epoch_metrics",
     "all_gather_single",
     "at_epoch_ends",
+    "check_indices",
     "compute_epoch_metrics",
     "decides_within_epochs",
     "default_process_group_backend",
@@ -65,6 +67,7 @@ __all__ = [
     "pl_worker_init_function",
     "reduce_scatter_single",
     "remove_fully_shard",
+    "set_group_timeout",
     "set_step_values",
     "step_values",
     "tree_flatten",
@@ -460,6 +463,28 @@ def _forget_composable_state(root: nn.Module) -> None:
         module.__dict__.pop(REGISTRY_KEY, None)
         module.__dict__.pop(STATE_KEY, None)
         _module_state_mapping.pop(module, None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch: tensors
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def check_indices(indices: Tensor, size: int) -> None:
+    """As an indexing operation of torch does: an error, on a GPU without waiting for it.
+
+    Raises:
+        IndexError: on a CPU.
+    """
+    if isinstance(indices, FakeTensor) or not indices.numel():
+        return
+    inside = ((indices >= 0) & (indices < size)).all()
+    if indices.device.type != "cpu":
+        torch._assert_async(inside)
+    elif not inside:
+        raise IndexError(
+            f"Index out of range: an embedding of {size} rows got indices from {int(indices.min())} to {int(indices.max())}."
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

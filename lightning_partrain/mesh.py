@@ -10,11 +10,14 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_partrain import compat
 
 Size = int | Literal["auto"]
 
@@ -124,8 +127,8 @@ class ParallelMesh:
     _flat: dict[str, DeviceMesh] = field(repr=False)
 
     @classmethod
-    def create(cls, sizes: ParallelSizes, device_type: str) -> ParallelMesh:
-        """Collective over all ranks: creates the process groups.
+    def create(cls, sizes: ParallelSizes, device_type: str, timeout: timedelta | None = None) -> ParallelMesh:
+        """Collective over all ranks: creates the process groups, with ``timeout`` in place of torch's.
 
         The device mesh also answers to ``data_parallel`` and ``tensor_parallel``, the names of Lightning's
         ``ModelParallelStrategy``, so that a ``configure_model`` written for it runs unchanged.
@@ -140,6 +143,9 @@ class ParallelMesh:
             "data_parallel": mesh["dp_replicate", "dp_shard"]._flatten("data_parallel"),
             "tensor_parallel": mesh["tp"]._flatten("tensor_parallel"),
         }
+        if timeout is not None:  # groups of a mesh are made with torch's own
+            for each in (*(mesh[axis] for axis in AXES), *flat.values()):
+                compat.set_group_timeout(timeout, each.get_group())
         return cls(sizes, mesh, flat)
 
     def rank(self, axis: str) -> int:

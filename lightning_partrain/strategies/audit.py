@@ -152,14 +152,14 @@ def audit_fingerprints(by_rank: list[list[Any]]) -> None:
 
 
 def audit_batches(by_rank: list[list[str]], step: str) -> None:
-    """Raise, on all of them, when ranks that hold layers together have other samples.
+    """Raise, on all of them, when ranks that work on the same samples have different ones.
 
     Raises:
         ValueError: names the step.
     """
     if any(print_ != by_rank[0] for print_ in by_rank):
         raise ValueError(
-            f"The tensor-parallel ranks of one data-parallel rank got different batches for {step}, but they work on the same samples. Give "
+            f"Tensor-parallel ranks or stages of one data-parallel rank got different batches for {step}, but they work on the same samples. Give "
             "random data sets and samplers a seed of their own (not the rank), or call seed_everything(..., workers=True)."
         )
 

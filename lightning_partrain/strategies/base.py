@@ -24,14 +24,15 @@ from lightning_partrain.checkpoint import full
 from lightning_partrain.parallel.batchnorm import restore_batch_norm, synchronize_batch_norm
 from lightning_partrain.parallel.buffers import SharedBuffers, broadcast_tensors
 from lightning_partrain.parallel.optimizer import swap_parameters
+from lightning_partrain.parallel.pipeline.sources import digest
 from lightning_partrain.parallel.placement import Fused
-from lightning_partrain.parallel.random_states import seeded
+from lightning_partrain.parallel.random_states import seeded, share_random_states
 from lightning_partrain.parallel.replicate import ReplicatedModel
 from lightning_partrain.precision.mesh_mixed import STATE_KEY, MeshMixedPrecision
 from lightning_partrain.strategies import audit
 from lightning_partrain.strategies.metrics import MetricAgreement
 from lightning_partrain.strategies.ranks import RankStrategy
-from lightning_partrain.sync.messages import meet
+from lightning_partrain.sync.messages import gather_json, meet
 
 #: Name of every parameter object that a module has had, so that optimizers can be given its present ones.
 _NAMES: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -59,6 +60,7 @@ class MeshStrategy(RankStrategy):
         self._stepped: Callable[[Tensor], Tensor] = lambda param: param
         self._stage_norm: numerics.StageNorm | None = None
         self._seeds: torch.Generator | None = None
+        self._batches_due: set[str] = set()  # steps of whose next batch peers compare theirs
         self._let_go: Callable[[], None] = lambda: None
         compat.agree_on_epoch_metrics(_agrees)
         compat.keep_float16_on_cpu(lambda strategy: isinstance(strategy, MeshStrategy))
@@ -86,13 +88,14 @@ class MeshStrategy(RankStrategy):
         self.audit(trainer)
         if self.world_size > 1:
             self.metrics = MetricAgreement(
-                trainer, self.control_group, self.mesh.size("data_parallel"), self.share_metrics
+                trainer, self.control_group, self.mesh.size("data_parallel"), self.at_epoch_end
             )
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self._use_data_parallel_metrics()
         broadcast_tensors([t.detach() for t in (*self.model.parameters(), *self.model.buffers())])
         self._remember_names(self.model.named_parameters())
+        self._share_random_states()
         self._seeds = self._make_seeds() if fitting and self.world_size > 1 else None
         self.buffers = self.cut(trainer)
         self.cut_layers()
@@ -103,6 +106,7 @@ class MeshStrategy(RankStrategy):
         self._remember_names(self.model_parallel.named_parameters().items())
         self._stepped = self.model_parallel.stepped
         if fitting:
+            self._batches_due.add("training_step")
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
@@ -129,8 +133,14 @@ class MeshStrategy(RankStrategy):
         """The order in which ranks hold a parameter of an optimizer together, where it is not the model's."""
         return None
 
-    def share_metrics(self) -> None:
-        """Before epoch values are computed: give torchmetrics what other ranks have seen, where not all saw the same."""
+    def at_epoch_end(self) -> None:
+        """Before the values of an epoch are computed, and after its hooks. Collective over all ranks."""
+        self._share_random_states()
+
+    def _share_random_states(self) -> None:
+        """Ranks that work on the same samples load and draw alike, also after a hook has drawn on one of them."""
+        for group in self.peer_groups():
+            share_random_states(group)
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -186,8 +196,21 @@ class MeshStrategy(RankStrategy):
 
     # -- the step --------------------------------------------------------------------------------------------------------
 
+    def _compare_batches(self, step: str, args: tuple[Any, ...]) -> None:
+        """Ranks that work on the same samples must have got the same ones; looked at now and then."""
+        if step not in self._batches_due:
+            return
+        self._batches_due.discard(step)
+        for group in self.peer_groups():
+            audit.audit_batches(gather_json([digest(args[:1])], torch.device("cpu"), group), step)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self._batches_due.add("training_step")
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None and self.model_parallel is not None
+        self._compare_batches("training_step", args)
         self.model_parallel.before_forward()
         self.buffers.share(with_batch_norm=False)
         output = self._train(*args, **kwargs)
@@ -230,28 +253,31 @@ class MeshStrategy(RankStrategy):
         with self._contexts()[step]():
             return getattr(self.lightning_module, step)(*args, **kwargs)
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+    def _evaluation_step(self, step: str, *args: Any, **kwargs: Any) -> Any:
         assert self.model_parallel is not None
+        self._compare_batches(step, args)
         self.model_parallel.before_forward()
-        return self._evaluate("validation_step", *args, **kwargs)
+        return self._evaluate(step, *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation_step("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.model_parallel is not None
-        self.model_parallel.before_forward()
-        return self._evaluate("test_step", *args, **kwargs)
+        return self._evaluation_step("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.model_parallel is not None
-        self.model_parallel.before_forward()
-        return self._evaluate("predict_step", *args, **kwargs)
+        return self._evaluation_step("predict_step", *args, **kwargs)
 
     def on_validation_start(self) -> None:
+        self._batches_due.add("validation_step")
         self.buffers.share(with_batch_norm=True)
 
     def on_test_start(self) -> None:
+        self._batches_due.add("test_step")
         self.buffers.share(with_batch_norm=True)
 
     def on_predict_start(self) -> None:
+        self._batches_due.add("predict_step")
         self.buffers.share(with_batch_norm=True)
 
     def on_validation_end(self) -> None:

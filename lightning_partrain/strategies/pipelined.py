@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -19,7 +18,6 @@ from lightning_partrain.parallel.pipeline import state
 from lightning_partrain.parallel.pipeline.pipeline import Pipeline, Split
 from lightning_partrain.parallel.pipeline.schedule import Schedule
 from lightning_partrain.parallel.pipeline.tied import TiedGradients
-from lightning_partrain.parallel.random_states import share_random_states
 from lightning_partrain.precision.mesh_mixed import MeshMixedPrecision
 from lightning_partrain.strategies import audit
 from lightning_partrain.strategies.base import MeshStrategy
@@ -77,7 +75,7 @@ class PipelinedStrategy(MeshStrategy):
         assert self.mesh is not None
         return self.mesh.sizes.pp > 1 or self.num_microbatches not in ("auto", 1)
 
-    @cached_property
+    @property
     def _stage_host_group(self) -> dist.ProcessGroup | None:
         """The stages of this data-parallel rank, for tensors on the host."""
         return self.host_group("pp")
@@ -88,8 +86,6 @@ class PipelinedStrategy(MeshStrategy):
         assert self.mesh is not None and self.lightning_module is not None
         audit.audit_pipeline(trainer)
         seed = self.broadcast(int(torch.randint(1 << 62, ())))
-        if self._stage_host_group is not None:
-            share_random_states(self._stage_host_group)  # the stages of a replica must draw and load the same samples
         pipeline = Pipeline(
             self.lightning_module,
             self.mesh,
@@ -123,7 +119,8 @@ class PipelinedStrategy(MeshStrategy):
         """Names of modules that no stage may separate."""
         return []
 
-    def share_metrics(self) -> None:
+    def at_epoch_end(self) -> None:
+        super().at_epoch_end()
         if self.pipeline is not None:
             self.pipeline.share_metrics()
 

@@ -13,6 +13,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_z
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_partrain import compat
 from lightning_partrain.mesh import ParallelMesh, ParallelSizes
@@ -56,6 +57,7 @@ class RankStrategy(ParallelStrategy):
         if self.timeout <= timedelta(0):
             raise ValueError(f"timeout must be positive, not {timeout}.")
         self.mesh: ParallelMesh | None = None
+        self._host_groups: dict[str, dist.ProcessGroup | None] = {}
         self._failed = False
         self._failure: FailureNotice | None = None
 
@@ -129,7 +131,8 @@ class RankStrategy(ParallelStrategy):
             )
         sizes = self.fitting_sizes(sizes)
         if self.mesh is None or self.mesh.sizes != sizes:
-            self.mesh = ParallelMesh.create(sizes, self.root_device.type)
+            self._host_groups.clear()
+            self.mesh = ParallelMesh.create(sizes, self.root_device.type, self.timeout)
         self.lightning_module._device_mesh = self.mesh.device_mesh
         self._failed = False
         if self.world_size > 1:
@@ -144,14 +147,21 @@ class RankStrategy(ParallelStrategy):
         return dist.new_group(backend="gloo", timeout=self.timeout)
 
     def host_group(self, axis: str) -> dist.ProcessGroup | None:
-        """The ranks along ``axis``, for tensors on the host; ``None`` when there is one. Collective over all ranks."""
+        """The ranks along ``axis``, for tensors on the host; ``None`` when there is one. Its first use is collective over all ranks."""
         assert self.mesh is not None
-        size = self.mesh.size(axis)
-        if size == 1:
-            return None
-        if self.process_group_backend == "gloo":
-            return self.mesh.group(axis)
-        return self.mesh.new_groups(axis, range(size), backend="gloo", timeout=self.timeout)
+        if axis not in self._host_groups:
+            size, options = self.mesh.size(axis), {"backend": "gloo", "timeout": self.timeout}
+            if size == 1:
+                self._host_groups[axis] = None
+            elif self.process_group_backend == "gloo":
+                self._host_groups[axis] = self.mesh.group(axis)
+            else:
+                self._host_groups[axis] = self.mesh.new_groups(axis, range(size), **options)
+        return self._host_groups[axis]
+
+    def peer_groups(self) -> list[dist.ProcessGroup]:
+        """The ranks that work on the same samples as this one, axis by axis, for tensors on the host."""
+        return [group for axis in ("tp", "pp") if (group := self.host_group(axis)) is not None]
 
     # -- between ranks -------------------------------------------------------------------------------------------------
 
@@ -181,6 +191,8 @@ class RankStrategy(ParallelStrategy):
         """
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()  # of a parameter that ranks hold together
         group = self._group(group)
         name = str(getattr(reduce_op, "name", reduce_op)).split(".")[-1]
         mean = name.lower() in ("mean", "avg")

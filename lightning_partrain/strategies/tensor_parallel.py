@@ -4,24 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_partrain.parallel.pipeline.schedule import Schedule
-from lightning_partrain.parallel.pipeline.sources import digest
 from lightning_partrain.parallel.placement import Fused
-from lightning_partrain.parallel.random_states import share_random_states
 from lightning_partrain.parallel.tensor.plan import Plan, check_plan, regions, resolve, together
 from lightning_partrain.parallel.tensor.tensor import TensorParallel
-from lightning_partrain.strategies import audit
 from lightning_partrain.strategies.pipelined import PipelinedStrategy
-from lightning_partrain.sync.messages import gather_json
 
 #: What torch says where a parameter that is cut meets a tensor outside of its layer.
 _MIXED = "mixed torch.Tensor and DTensor"
@@ -58,11 +51,6 @@ class TensorParallelStrategy(PipelinedStrategy):
         assert self.mesh is not None
         return self.mesh.sizes.tp
 
-    @cached_property
-    def _tensor_host_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold layers together with this one, for tensors on the host."""
-        return self.host_group("tp")
-
     def audit(self, trainer: Any) -> None:
         super().audit(trainer)
         per_node = self.world_size // self.num_nodes
@@ -74,13 +62,9 @@ class TensorParallelStrategy(PipelinedStrategy):
 
     def cut_layers(self) -> None:
         self._fused_names = {}
-        self._batches_seen: set[str] = set()
-        if self._tensor_host_group is None:
+        if self._tensor_ranks == 1:
             return
         assert self.mesh is not None and self.lightning_module is not None
-        share_random_states(self._tensor_host_group)  # replicated layers must draw, and loaders load, the same
-        if self.pipeline is not None and self._stage_host_group is not None:
-            share_random_states(self._stage_host_group)
         absent = self.pipeline.absent if self.pipeline is not None else frozenset[Tensor]()
         self.tensor_parallel = TensorParallel(self.lightning_module, self.mesh, self.tensor_parallel_plan, absent)
         self._fused_names = self.tensor_parallel.fused
@@ -101,19 +85,20 @@ class TensorParallelStrategy(PipelinedStrategy):
         if self.tensor_parallel is None:
             return super()._train(*args, **kwargs)
         self.tensor_parallel.begin_step()
-        if self.tensor_parallel.is_time_to_look():
-            self._batches_seen.discard("training_step")
-        self._check_batch("training_step", args)
         try:
             output = super()._train(*args, **kwargs)
         except RuntimeError as error:
             raise self._explained(error) from error
         loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, DTensor):
+            raise ValueError(
+                "The loss has a term in it of a parameter that tensor_parallel_plan cuts, such as weight.pow(2).sum(), which torch cannot add "
+                "to others. Use weight_decay of the optimizer, add `term.full_tensor()`, or keep the layer whole with 'replicate' in the plan."
+            )
         self.tensor_parallel.check_step(loss if isinstance(loss, Tensor) else None)
         return output
 
     def _evaluate(self, step: str, *args: Any, **kwargs: Any) -> Any:
-        self._check_batch(step, args)
         try:
             return super()._evaluate(step, *args, **kwargs)
         except RuntimeError as error:
@@ -127,14 +112,6 @@ class TensorParallelStrategy(PipelinedStrategy):
             "A parameter that tensor_parallel_plan cuts is used outside of its layer's forward, where its other parts are missing. Keep the "
             f"layer whole, as with tensor_parallel_plan={{'*': 'auto', 'model.embed': 'replicate'}}. torch says: {error}"
         )
-
-    def _check_batch(self, step: str, args: tuple[Any, ...]) -> None:
-        """The ranks that hold layers together must get the same samples; the first batch of every step function is compared."""
-        if self._tensor_host_group is None or step in self._batches_seen:
-            return
-        self._batches_seen.add(step)
-        everyone = gather_json([digest(args[0])], torch.device("cpu"), self._tensor_host_group)
-        audit.audit_batches(everyone, step)
 
     def _complete_gradients(self, last_of_window: bool) -> None:
         super()._complete_gradients(last_of_window)

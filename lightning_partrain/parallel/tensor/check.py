@@ -1,10 +1,11 @@
-"""The proof that a plan is right for a model: regions against whole ones, and gradients between ranks."""
+"""The proof that a plan is right for a model: cut regions against whole ones."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,9 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_partrain import compat
-from lightning_partrain.numerics import local_tensor
 from lightning_partrain.parallel.pipeline import batch as batches
-from lightning_partrain.parallel.placement import Fused, tensor_axis, whole
+from lightning_partrain.parallel.placement import Fused, tensor_axis, whole, without_shards
 from lightning_partrain.parallel.tensor.attributes import is_replaced, restore
 from lightning_partrain.parallel.tensor.plan import Layer
 
@@ -26,16 +26,33 @@ TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 TOLERANCE_16_BIT = 0.1
 
 
-def _tolerance(tensor: Tensor) -> float:
-    if torch.is_autocast_enabled(tensor.device.type):
+def _tolerance(tensor: Tensor, narrow: bool) -> float:
+    if narrow:
         return TOLERANCE_16_BIT
     if tensor.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return 1e-2
     return TOLERANCE.get(tensor.dtype, TOLERANCE_16_BIT)
 
 
+@dataclass
+class _Call:
+    """One call of a region: its floating-point outputs, and what their gradient is wanted of, by name."""
+
+    outputs: list[Tensor]
+    inputs: dict[str, Tensor]
+
+    def gradients(self, of: list[int]) -> dict[str, Tensor]:
+        """Of ``inputs``, for made-up gradients of the outputs with the numbers ``of``; zeros where they do not come in."""
+        outputs = [self.outputs[i] for i in of]
+        given = [torch.arange(y.numel(), device=y.device).mul(0.7).cos().view(y.shape).to(y.dtype) for y in outputs]
+        found = torch.autograd.grad(outputs, list(self.inputs.values()), given, allow_unused=True)
+        named = zip(self.inputs.items(), found, strict=True)
+        return {name: torch.zeros_like(x) if grad is None else grad for (name, x), grad in named}
+
+
 class RegionCheck:
-    """Compares a region's first output with what its whole layers give, on this call's own arguments, and goes away.
+    """Compares a region's calls with what its whole layers give for the same arguments: the output, and the gradients of what it
+    takes and of parameters that are not cut. In evaluation mode, and in at least 32 bits where its code can.
 
     Collective over the tensor-parallel ranks.
 
@@ -56,37 +73,91 @@ class RegionCheck:
     ) -> None:
         self.name, self.region, self.layers, self.fused, self.group = name, region, layers, fused, group
         self.seen = False
+        self._kinds: set[Hashable] = set()
+        self._handle: Any = None
         self.arm()
 
     def arm(self) -> None:
-        """Compare the next call, too."""
-        self.handle = self.region.register_forward_pre_hook(self._compare, with_kwargs=True)
+        """From now on, compare one call of each kind."""
+        self._kinds.clear()
+        if self._handle is None:
+            self._handle = self.region.register_forward_pre_hook(self._compare, with_kwargs=True)
+
+    def disarm(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RegionCheck:
         return self  # a copy of a module is not checked again
 
-    @torch.no_grad()
     def _compare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not is_replaced(self.layers[0].module):  # a pipeline looks at the step, with whole layers
             return
-        if module is not self.region:
+        kind = _kind(args, kwargs)
+        if module is not self.region or kind in self._kinds:
             return
-        self.handle.remove()
+        self._kinds.add(kind)
         self.seen = True
         with isolate_rng(), _in_eval_mode(module), self._outside_of_stages():
-            with self._whole_layers():
-                expected = type(module).forward(module, *_copied(args), **_copied(kwargs))
+            narrow = False
             try:
-                got = self._forward()(*_copied(args), **_copied(kwargs))
-            except (RuntimeError, ValueError, AssertionError) as error:
-                raise ValueError(
-                    f"{self._blame()} It fails with {type(error).__name__}: {error}. {self._way_out()}"
-                ) from error
-        worst = torch.tensor([self._distance(got, expected)], dtype=torch.float64)
-        worst = worst.to(next(iter(self._parameters())).device)
+                expected, got = self._both(args, kwargs, wide=True)
+            except _Narrow:
+                narrow = True
+                expected, got = self._both(args, kwargs, wide=False)
+            off, where = self._distances(got, expected, narrow)
+        worst = torch.tensor(off, dtype=torch.float64, device=next(self._parameters()).device)
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.group)
-        if not worst.item() <= 1.0:
+        output, gradient = worst.tolist()
+        if not output <= 1.0:
             raise ValueError(f"{self._blame()} It gives other numbers than the whole module does. {self._way_out()}")
+        if not gradient <= 1.0:
+            raise ValueError(
+                f"{self._blame()} Its output is right, but the gradient of {where or 'what it takes'} is not: it is used where tensors are cut, "
+                "so that each rank has a part of it, or its gradient is summed although each rank has all of it. A module with parameters "
+                f"between cut layers gets the style 'replicated_with_grad_allreduce', one before them none. {self._way_out()}"
+            )
+
+    def _both(self, args: Any, kwargs: Any, wide: bool) -> tuple[_Call, _Call]:
+        """The region with whole and with cut layers.
+
+        Raises:
+            _Narrow: when the whole one cannot compute in 32 bits (``wide``).
+        """
+        try:
+            with self._parameters_for(True, wide) as params:
+                expected = self._call(partial(type(self.region).forward, self.region), args, kwargs, params, wide)
+        except RuntimeError as error:
+            if wide and self._is_narrow():
+                raise _Narrow from error
+            raise
+        try:
+            with self._parameters_for(False, wide) as params:
+                return expected, self._call(self._forward(), args, kwargs, params, wide)
+        except (RuntimeError, ValueError, AssertionError) as error:
+            raise ValueError(
+                f"{self._blame()} It fails with {type(error).__name__}: {error}. {self._way_out()}"
+            ) from error
+
+    def _is_narrow(self) -> bool:
+        autocast = torch.is_autocast_enabled(next(self._parameters()).device.type)
+        return autocast or any(_narrow(p) for p in self._parameters())
+
+    @contextmanager
+    def _arithmetic(self, wide: bool) -> Iterator[None]:
+        with ExitStack() as stack:
+            if wide and self._is_narrow():
+                stack.enter_context(torch.autocast(next(self._parameters()).device.type, enabled=False))
+                stack.enter_context(_default_dtype(torch.float32))
+            yield
+
+    def _call(self, forward: Any, args: Any, kwargs: Any, params: dict[str, Tensor], wide: bool) -> _Call:
+        leaves: list[Tensor] = []
+        with self._arithmetic(wide):
+            out = forward(*_copied(args, leaves, wide), **_copied(kwargs, leaves, wide))
+        outputs = [t for t in compat.tree_flatten(out)[0] if isinstance(t, Tensor) and t.is_floating_point()]
+        return _Call(outputs, {**{f"argument {i + 1}": leaf for i, leaf in enumerate(leaves)}, **params})
 
     def _parameters(self) -> Iterator[Tensor]:
         for module in self.region.modules():
@@ -112,41 +183,78 @@ class RegionCheck:
                 vars(module)["forward"] = forward
 
     @contextmanager
-    def _whole_layers(self) -> Iterator[None]:
+    def _parameters_for(self, uncut: bool, wide: bool) -> Iterator[dict[str, Tensor]]:
+        """The region with whole layers, or with cut ones, and copies of its parameters; those that no layer cuts are given by name."""
         kept: list[dict[Any, Any]] = [
-            d for m in self.region.modules() for d in (vars(m), m._parameters, m._forward_pre_hooks, m._forward_hooks)
+            d
+            for m in self.region.modules()
+            for d in (vars(m), m._parameters, m._buffers, m._forward_pre_hooks, m._forward_hooks)
         ]
         before = [dict(d) for d in kept]
+        copies: dict[Tensor, Tensor] = {}
+        named: dict[str, Tensor] = {}
         try:
-            for module in self.region.modules():
-                restore(module)
+            for name, module in self.region.named_modules():
+                if uncut:
+                    restore(module)
                 compat.drop_collective_hooks(module)
                 for key, param in module._parameters.items():
-                    if isinstance(param, DTensor):
-                        module._parameters[key] = whole(param, self.fused.get((module, key)))
-            yield
+                    if param is None:
+                        continue
+                    if param not in copies:
+                        copies[param] = self._copy(param, self.fused.get((module, key)), uncut, wide)
+                        if copies[param].requires_grad:
+                            named[f"{name}.{key}" if name else key] = copies[param]
+                    module._parameters[key] = copies[param]
+                for key, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[key] = buffer.float() if wide and _narrow(buffer) else buffer.clone()
+            yield named
         finally:
             for each, own in zip(kept, before, strict=True):
                 each.clear()
                 each.update(own)
 
     @staticmethod
-    def _distance(got: Any, expected: Any) -> float:
-        """The largest difference as a multiple of what is allowed."""
-        ours, theirs = (
-            [t for t in compat.tree_flatten(x)[0] if isinstance(t, Tensor) and t.is_floating_point()]
-            for x in (got, expected)
-        )
+    def _copy(param: Tensor, fused: Fused | None, uncut: bool, wide: bool) -> Tensor:
+        """Without shards; and whole, where it is not cut or has to be so. What is not cut may require a gradient."""
+        if tensor_axis(param) is None:
+            return _leaf(whole(param) if isinstance(param, DTensor) else param, wide, param.requires_grad)
+        assert isinstance(param, DTensor)
+        value = whole(param, fused) if uncut else without_shards(param)
+        return value.float() if wide and _narrow(value) else value
+
+    def _distances(self, got: _Call, expected: _Call, narrow: bool) -> tuple[tuple[float, float], str]:
+        """The largest differences of outputs and of gradients, as multiples of what is allowed, and where the latter is."""
+        ours, theirs = got.outputs, expected.outputs
         worst = 0.0 if len(ours) == len(theirs) else float("inf")
         for a, b in zip(ours, theirs, strict=False):
-            if a.shape != b.shape:
-                return float("inf")
-            if not a.numel():
-                continue
-            a, b = a.nan_to_num().double(), b.nan_to_num()
-            allowed = _tolerance(b) * max(float(b.abs().max()), 1e-6)
-            worst = max(worst, float((a - b.double()).abs().max()) / allowed)
-        return worst
+            worst = max(worst, _distance(a, self._slice_like(a, b), 1e-6, narrow))
+        comparable = [
+            i
+            for i, (a, b) in enumerate(zip(ours, theirs, strict=False))
+            if a.requires_grad and b.requires_grad and a.shape == b.shape
+        ]
+        if not comparable or not expected.inputs or got.inputs.keys() != expected.inputs.keys() or not worst <= 1.0:
+            return (worst, 0.0), ""
+        try:
+            with self._arithmetic(not narrow):
+                right, found = expected.gradients(comparable), got.gradients(comparable)
+        except RuntimeError:  # reentrant checkpoints inside
+            return (worst, 0.0), ""
+        floor = 1e-3 * max((float(g.abs().max()) for g in right.values() if g.numel()), default=0.0)
+        off = {name: _distance(found[name], grad, max(floor, 1e-12), narrow) for name, grad in right.items()}
+        where = max(off, key=lambda name: off[name])
+        return (worst, off[where]), where
+
+    def _slice_like(self, got: Tensor, expected: Tensor) -> Tensor:
+        """Of an output that stays cut, such as the weights of some heads, this rank's slice."""
+        if got.ndim != expected.ndim:
+            return expected
+        dims = [d for d in range(got.ndim) if got.shape[d] != expected.shape[d]]
+        if len(dims) == 1 and got.shape[dims[0]] * self.group.size() == expected.shape[dims[0]]:
+            return expected.chunk(self.group.size(), dims[0])[self.group.rank()]
+        return expected
 
     def _blame(self) -> str:
         cut = ", ".join(f"{layer.name!r} {layer.style.name!r}" for layer in self.layers[:4])
@@ -178,15 +286,65 @@ def _in_eval_mode(module: nn.Module) -> Iterator[None]:
             each.training = training
 
 
-def _copied(value: Any) -> Any:
-    """Arguments that a call may change: tensors without their history, and objects such as a cache of keys and values."""
+class _Narrow(Exception):  # noqa: N818
+    """A module that cannot compute in 32 bits what it does in 16."""
+
+
+def _narrow(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def _leaf(tensor: Tensor, wide: bool, trained: bool) -> Tensor:
+    value = tensor.detach().float() if wide and _narrow(tensor) else tensor.detach().clone()
+    return value.requires_grad_(trained and torch.is_grad_enabled())
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _kind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """Equal for calls of which one stands for the others."""
+    leaves, structure = compat.tree_flatten((args, kwargs))
+    described: list[Any] = [torch.is_grad_enabled(), str(structure)]
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            described.append((tuple(leaf.shape), leaf.dtype, leaf.requires_grad))
+        else:
+            described.append(leaf if isinstance(leaf, batches.PLAIN) else type(leaf))
+    return tuple(described)
+
+
+def _distance(got: Tensor, expected: Tensor, floor: float, narrow: bool) -> float:
+    """The largest difference as a multiple of what is allowed."""
+    if got.shape != expected.shape:
+        return float("inf")
+    if not got.numel():
+        return 0.0
+    a, b = got.detach().nan_to_num().double(), expected.detach().nan_to_num()
+    allowed = _tolerance(b, narrow) * max(float(b.abs().max()), floor)
+    return float((a - b.double()).abs().max()) / allowed
+
+
+def _copied(value: Any, leaves: list[Tensor], wide: bool) -> Any:
+    """Arguments that a call may change: tensors with no history but ``leaves``, and objects such as a cache of keys and values."""
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        leaf = _leaf(value, wide, value.requires_grad)
+        if leaf.requires_grad:
+            leaves.append(leaf)
+            return leaf.clone()
+        return leaf
     if isinstance(value, batches.PLAIN):
         return value
     if type(value) in (list, tuple, dict):
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        copies = {key: _copied(item) for key, item in items}
+        copies = {key: _copied(item, leaves, wide) for key, item in items}
         return copies if isinstance(value, dict) else type(value)(copies.values())
     own = Tensor.__deepcopy__
     Tensor.__deepcopy__ = lambda self, memo: self.detach().clone()  # type: ignore[method-assign]
@@ -196,63 +354,3 @@ def _copied(value: Any) -> Any:
         return value
     finally:
         Tensor.__deepcopy__ = own  # type: ignore[method-assign]
-
-
-def _extremes(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The largest and the smallest of each value over the ranks, in one reduction."""
-    both = torch.stack([values, -values])
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-    return torch.stack([both[0], -both[1]])
-
-
-@torch.no_grad()
-def check_loss(loss: Tensor, group: dist.ProcessGroup) -> None:
-    """Raise, on all ranks, when the loss differs between the ranks of ``group``. Collective over ``group``.
-
-    Raises:
-        ValueError: says what may have happened.
-    """
-    largest, smallest = (x.item() for x in _extremes(loss.detach().double().reshape(-1).sum(), group))
-    if largest - smallest > 1e-3 * max(abs(largest), abs(smallest), 1e-30):
-        raise ValueError(
-            f"The loss differs between the tensor-parallel ranks ({smallest:.6g} to {largest:.6g}): it rests on something inside of layers that "
-            "are cut, where each rank sees its part only, or on random numbers or samples that are the rank's own. Keep the layers whole "
-            "with 'replicate' in tensor_parallel_plan, and draw and load alike on all ranks."
-        )
-
-
-@torch.no_grad()
-def check_gradients(parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Raise, on all ranks, when the gradient of a replicated parameter differs between the ranks of ``group``.
-
-    Collective over ``group``.
-
-    Raises:
-        ValueError: names the parameter and the way out.
-    """
-    names, prints = [], []
-    for name, param in parameters.items():
-        if param.grad is None or _is_cut(param):
-            continue
-        grad = local_tensor(param.grad)
-        double = grad.double()
-        names.append(name)
-        prints.append(torch.stack([double.sum(), double.abs().sum()]))
-    if not prints:
-        return
-    largest, smallest = _extremes(torch.stack(prints), group)
-    spread = (largest - smallest).abs().amax(-1)
-    size = largest[:, 1].clamp(min=1e-30)
-    # gradients that are not finite are a matter of the loss scale, or of the loss
-    off = [name for name, part in zip(names, (spread / size).tolist(), strict=True) if part > 1e-3]
-    if off:
-        raise ValueError(
-            f"The gradient of {off[0]!r} differs between the tensor-parallel ranks{f', and of {len(off) - 1} more' if off[1:] else ''}: it is "
-            "used between layers that are cut, where each rank sees its part only. Give its module the style "
-            "'replicated_with_grad_allreduce' in tensor_parallel_plan, or keep the layers around it whole with 'replicate'."
-        )
-
-
-def _is_cut(param: Tensor) -> bool:
-    axis = tensor_axis(param)
-    return axis is not None and not param.placements[axis].is_replicate()  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_partrain import compat
 from lightning_partrain.parallel.tensor.collectives import enter, gather_slices, own_slice, sum_parts
 
 
@@ -29,7 +30,8 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def is_linear(module: nn.Module) -> bool:
     """A linear layer whose forward is the one known here."""
-    return type(module) is nn.Linear or type(module) is nn.modules.linear.NonDynamicallyQuantizableLinear
+    kinds = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
+    return type(module) in kinds and "weight" in module._parameters  # else computed before each call, as by weight_norm
 
 
 def in_features(module: Any) -> int:
@@ -71,6 +73,7 @@ def vocabulary(module: Any, group: dist.ProcessGroup, tokens: Tensor) -> Tensor:
     """An embedding of which each rank has some rows: the others give zeros, and the sum is replicated."""
     weight = part(module.weight)
     rows = weight.shape[0]
+    compat.check_indices(tokens, module.num_embeddings)
     local = tokens - group.rank() * rows
     elsewhere = (local < 0) | (local >= rows)
     padding = module.padding_idx
@@ -125,6 +128,9 @@ def attention(
         for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
     )
     heads = q.shape[1]
+    attn_mask, key_padding_mask = (
+        enter(m, group) if isinstance(m, Tensor) and m.requires_grad else m for m in (attn_mask, key_padding_mask)
+    )
     mask = _mask(attn_mask, key_padding_mask, q, slice(group.rank() * heads, (group.rank() + 1) * heads))
     dropout = module.dropout if module.training else 0.0
     shown = None

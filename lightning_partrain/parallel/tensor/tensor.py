@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_partrain.mesh import ParallelMesh
 from lightning_partrain.parallel.placement import Fused, whole
+from lightning_partrain.parallel.tensor.alike import check_gradients, check_loss
 from lightning_partrain.parallel.tensor.attributes import replace, restore
-from lightning_partrain.parallel.tensor.check import RegionCheck, check_gradients, check_loss
+from lightning_partrain.parallel.tensor.check import RegionCheck
 from lightning_partrain.parallel.tensor.plan import Layer, Plan, cut_parameters, regions, resolve
 from lightning_partrain.parallel.tensor.styles import CutParameter
 
@@ -185,7 +186,6 @@ class TensorParallel:
         self._steps += 1
         if self._steps > 1 and self.is_time_to_look():
             for check in self._checks:
-                check.handle.remove()
                 check.arm()
 
     def check_step(self, loss: Tensor | None) -> None:
@@ -195,6 +195,7 @@ class TensorParallel:
         if loss is not None:
             check_loss(loss, self.group)
         for check in self._checks:
+            check.disarm()
             called = [layer.name for layer in check.layers if getattr(layer.module.forward, "called", False)]
             if called and not check.seen and check.name:
                 raise ValueError(
@@ -214,7 +215,7 @@ class TensorParallel:
     def release(self) -> None:
         """Make the model whole on every rank, with the parameters that it had. Collective over the tensor-parallel ranks."""
         for check in self._checks:
-            check.handle.remove()
+            check.disarm()
         for handle in self._handles:
             handle.remove()
         done = set()
