@@ -32,6 +32,7 @@ class Style:
         cut: its parameters that are cut.
         opens: whether its output is cut, so that another layer has to follow.
         closes: whether its input is cut.
+        draws: whether it may draw random numbers for what is cut inside of it.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Style:
     cut: Callable[[nn.Module], Iterator[CutParameter]]
     opens: bool = False
     closes: bool = False
+    draws: bool = False
 
 
 def _outputs(module: nn.Module, parts: int = 1) -> Iterator[CutParameter]:
@@ -100,6 +102,7 @@ STYLES = {
             ("nn.MultiheadAttention without add_bias_kv and add_zero_attn", _is_attention),
             layers.attention,
             _heads,
+            draws=True,
         ),
         Style(
             "replicated_with_grad_allreduce",

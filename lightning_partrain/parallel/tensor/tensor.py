@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from lightning_partrain.parallel.tensor.alike import check_gradients, check_loss
 from lightning_partrain.parallel.tensor.attributes import replace, restore
 from lightning_partrain.parallel.tensor.check import RegionCheck
 from lightning_partrain.parallel.tensor.plan import Layer, Plan, cut_parameters, regions, resolve
-from lightning_partrain.parallel.tensor.styles import CutParameter
+from lightning_partrain.parallel.tensor.streams import RankStream
+from lightning_partrain.parallel.tensor.styles import CutParameter, Style
 
 #: Attributes in which attention modules keep the number of heads, and the width of all of them, for the shapes of their views.
 HEADS_AND_WIDTHS = (
@@ -38,16 +39,28 @@ HEADS_AND_WIDTHS = (
 class CutForward:
     """The forward of a cut layer. A copy of the layer gets one of its own."""
 
-    def __init__(self, function: Callable[..., Any], module: nn.Module, group: dist.ProcessGroup) -> None:
-        self.function, self.module, self.group = function, module, group
+    def __init__(self, style: Style, module: nn.Module, group: dist.ProcessGroup, stream: RankStream) -> None:
+        self.style, self.module, self.group, self.stream = style, module, group, stream
         self.called = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.called = True
-        return self.function(self.module, self.group, *args, **kwargs)
+        assert self.style.forward is not None
+        if not self.module.training:
+            return self.style.forward(self.module, self.group, *args, **kwargs)
+        if self.style.draws:
+            self.stream.enter()
+        elif self.style.closes:
+            self.stream.leave()
+        output = self.style.forward(self.module, self.group, *args, **kwargs)
+        if self.style.draws:
+            self.stream.leave()
+        elif self.style.opens:
+            self.stream.enter()
+        return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CutForward:
-        return CutForward(self.function, copy.deepcopy(self.module, memo), self.group)
+        return CutForward(self.style, copy.deepcopy(self.module, memo), self.group, self.stream)
 
 
 class TensorParallel:
@@ -74,6 +87,7 @@ class TensorParallel:
         self._checks: list[RegionCheck] = []
         self._handles: list[Any] = []
         self._steps = 0
+        self._stream = RankStream(self.group.rank())
         if any(isinstance(p, DTensor) for p in root.parameters()):
             if plan != "auto":
                 raise ValueError(
@@ -147,9 +161,8 @@ class TensorParallel:
         return nn.Parameter(tensor, param.requires_grad)
 
     def _install(self, layer: Layer) -> None:
-        assert layer.style.forward is not None
         module = layer.module
-        replace(module, "forward", CutForward(layer.style.forward, module, self.group))
+        replace(module, "forward", CutForward(layer.style, module, self.group, self._stream))
         if layer.style.name == "heads":
             # any hook keeps the layers of torch.nn off their fused path, which takes the weights
             self._handles.append(module.register_forward_hook(lambda *_: None))
