@@ -121,15 +121,20 @@ def clip_grad_norm(
     The rule is that of ``torch.nn.utils.clip_grad_norm_``: the factor is ``max_norm / (norm + 1e-6)``, at most 1.
     """
     parameters = list(parameters)
-    grads = [p.grad for p in parameters if p.grad is not None]
     norm = grad_norm(parameters, norm_type, stages)
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    scale_gradients(parameters, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply all gradients by ``factor``, a scalar on their device. No communication."""
     by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-    for grad in grads:
-        by_dtype[grad.dtype].append(local_tensor(grad))
+    for param in parameters:
+        if param.grad is not None:
+            by_dtype[param.grad.dtype].append(local_tensor(param.grad))
     for dtype, local in by_dtype.items():
         torch._foreach_mul_(local, factor.to(dtype))
-    return norm
 
 
 @torch.no_grad()

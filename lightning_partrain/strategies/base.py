@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
@@ -21,6 +22,7 @@ from torchmetrics import Metric
 
 from lightning_partrain import compat, numerics
 from lightning_partrain.checkpoint import full
+from lightning_partrain.parallel import token_loss
 from lightning_partrain.parallel.batchnorm import restore_batch_norm, synchronize_batch_norm
 from lightning_partrain.parallel.buffers import SharedBuffers, broadcast_tensors
 from lightning_partrain.parallel.optimizer import swap_parameters
@@ -28,6 +30,7 @@ from lightning_partrain.parallel.pipeline.sources import digest
 from lightning_partrain.parallel.placement import Fused
 from lightning_partrain.parallel.random_states import seeded, share_random_states
 from lightning_partrain.parallel.replicate import ReplicatedModel
+from lightning_partrain.parallel.token_loss import TokenLoss
 from lightning_partrain.precision.mesh_mixed import STATE_KEY, MeshMixedPrecision
 from lightning_partrain.strategies import audit
 from lightning_partrain.strategies.metrics import MetricAgreement
@@ -59,6 +62,8 @@ class MeshStrategy(RankStrategy):
         self._step_hooks: list[RemovableHandle] = []
         self._stepped: Callable[[Tensor], Tensor] = lambda param: param
         self._stage_norm: numerics.StageNorm | None = None
+        self.tokens: TokenLoss | None = None
+        self._counting: bool | None = None  # whether training_step returns a number of tokens, once it has run
         self._seeds: torch.Generator | None = None
         self._batches_due: set[str] = set()  # steps of whose next batch peers compare theirs
         self._let_go: Callable[[], None] = lambda: None
@@ -107,6 +112,8 @@ class MeshStrategy(RankStrategy):
         self._stepped = self.model_parallel.stepped
         if fitting:
             self._batches_due.add("training_step")
+            group = self.mesh.data_parallel_group if self.mesh.size("data_parallel") > 1 else None
+            self.tokens, self._counting = TokenLoss(group, self.root_device), None
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
@@ -214,6 +221,7 @@ class MeshStrategy(RankStrategy):
         self.model_parallel.before_forward()
         self.buffers.share(with_batch_norm=False)
         output = self._train(*args, **kwargs)
+        self._count_tokens(output)
         if self.metrics is not None:
             self.metrics.after_step()
         return output
@@ -234,9 +242,34 @@ class MeshStrategy(RankStrategy):
         self.model_parallel.guard(True)
         try:
             with self._seed_of_step(), self.precision_plugin.train_step_context():
-                return self.lightning_module.training_step(*args, **kwargs)
+                output = self.lightning_module.training_step(*args, **kwargs)
+                return token_loss.mean(output) if self._counts(output) else output
         finally:
             self.model_parallel.guard(False)
+
+    def _counts(self, output: Any) -> bool:
+        assert self.lightning_module is not None
+        return self.lightning_module.automatic_optimization and token_loss.is_counted(output)
+
+    def _count_tokens(self, output: Any) -> None:
+        """After a training step. Collective over all ranks after the first one.
+
+        Raises:
+            ValueError: when some steps or ranks return a number of tokens and others do not.
+        """
+        counted = self._counts(output)
+        if self._counting is None:
+            self._counting = audit.audit_counts(self.all_ranks(counted)) if self.world_size > 1 else counted
+            if counted:
+                rank_zero_info(
+                    f"training_step returns {token_loss.COUNT!r}: its loss is taken as a sum over so many tokens, and a step has the gradient of "
+                    "the mean over all tokens of its global batch."
+                )
+        if counted != self._counting:
+            raise ValueError(audit.counted_at_times(counted))
+        if counted:
+            assert self.tokens is not None
+            self.tokens.count(output)
 
     def _contexts(self) -> dict[str, Callable[[], Any]]:
         """Name of a step -> what the precision plugin wraps it in."""
@@ -287,11 +320,16 @@ class MeshStrategy(RankStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None and self.model_parallel is not None
         last_of_window = not self._blocked
+        if self._counting and self.tokens is not None:
+            closure_loss = self.tokens.weighted(closure_loss)
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         self.model_parallel.begin_backward(last_of_window)
         self._compute_gradients(closure_loss, optimizer, *args, **kwargs)
         self._complete_gradients(last_of_window)
+        if self._counting and self.tokens is not None and last_of_window:
+            passes = self.lightning_module.trainer.accumulate_grad_batches
+            self.tokens.finish(self.model_parallel.named_parameters().values(), passes)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss

@@ -14,6 +14,7 @@ from lightning_partrain import compat
 from lightning_partrain.checkpoint import full
 from lightning_partrain.numerics import StageNorm
 from lightning_partrain.parallel.buffers import SharedBuffers
+from lightning_partrain.parallel.pipeline import batch as batches
 from lightning_partrain.parallel.pipeline import state
 from lightning_partrain.parallel.pipeline.pipeline import Pipeline, Split
 from lightning_partrain.parallel.pipeline.schedule import Schedule
@@ -22,7 +23,6 @@ from lightning_partrain.precision.mesh_mixed import MeshMixedPrecision
 from lightning_partrain.strategies import audit
 from lightning_partrain.strategies.base import MeshStrategy
 from lightning_partrain.strategies.first_batch import first_steps
-from lightning_partrain.sync.messages import gather_json
 
 
 class PipelinedStrategy(MeshStrategy):
@@ -103,10 +103,7 @@ class PipelinedStrategy(MeshStrategy):
             return super().cut(trainer)
         pipeline.make_cut(steps)
         if self.world_size > 1:
-            everyone = gather_json(
-                (*pipeline.fingerprint(steps), self.mesh.data_parallel_rank), torch.device("cpu"), self.control_group
-            )
-            audit.audit_fingerprints(everyone)
+            audit.audit_fingerprints(self.all_ranks((*pipeline.fingerprint(steps), self.mesh.data_parallel_rank)))
         pipeline.empty()
         self.pipeline = pipeline
         return SharedBuffers(
@@ -163,7 +160,9 @@ class PipelinedStrategy(MeshStrategy):
         if isinstance(self.precision_plugin, MeshMixedPrecision):
             loss_scale = self.precision_plugin.loss_scale(self.root_device)
             scale = scale if loss_scale is None else loss_scale * scale
-        output = self.pipeline.run("training_step", args, training=True, scale=scale)
+        assert self.tokens is not None
+        of_sums = None if self._counting is False else self.tokens.weight(batches.batch_size(args[0])) * scale
+        output = self.pipeline.run("training_step", args, training=True, scale=scale, scale_of_sums=of_sums)
         self.model_parallel.end_schedule()
         return output
 

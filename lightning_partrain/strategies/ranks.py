@@ -20,7 +20,7 @@ from lightning_partrain.mesh import ParallelMesh, ParallelSizes
 from lightning_partrain.strategies.failure import FailureNotice, lost_a_peer
 from lightning_partrain.strategies.launcher import RankLauncher
 from lightning_partrain.strategies.loaders import agree_on_length, seed_workers
-from lightning_partrain.sync.messages import broadcast_json
+from lightning_partrain.sync.messages import broadcast_json, gather_json
 
 #: Why the connections between these processes cannot be used any more.
 _broken: list[str] = []
@@ -164,6 +164,10 @@ class RankStrategy(ParallelStrategy):
         return [group for axis in ("tp", "pp") if (group := self.host_group(axis)) is not None]
 
     # -- between ranks -------------------------------------------------------------------------------------------------
+
+    def all_ranks(self, value: Any) -> list[Any]:
+        """``value``, made of JSON values, of every rank."""
+        return gather_json(value, torch.device("cpu"), self.control_group)
 
     def barrier(self, name: str | None = None) -> None:
         if dist.is_initialized():

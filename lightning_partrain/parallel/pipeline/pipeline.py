@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_partrain.mesh import ParallelMesh
+from lightning_partrain.parallel import token_loss
 from lightning_partrain.parallel.buffers import broadcast_tensors
 from lightning_partrain.parallel.pipeline import batch as batches
 from lightning_partrain.parallel.pipeline.cut import (
@@ -265,13 +266,21 @@ class Pipeline:
             number = min(number, samples)  # a smaller last batch
         return batches.micro_batch_sizes(samples, number)
 
-    def run(self, name: str, args: tuple[Any, ...], training: bool, scale: float | Tensor = 1.0) -> Any:
+    def run(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        training: bool,
+        scale: float | Tensor = 1.0,
+        scale_of_sums: Tensor | None = None,
+    ) -> Any:
         """Run the step ``name`` on all stages and give what it would have returned for the whole batch, on all of them.
 
         Args:
             args: the step's arguments, the batch first.
             training: run the backward passes too; gradients are added to ``param.grad``.
             scale: factor of the loss before the backward passes.
+            scale_of_sums: the same for losses that are sums over tokens; see :mod:`token_loss`.
         """
         assert self.stage is not None
         sizes = self._sizes(args[0])
@@ -280,6 +289,7 @@ class Pipeline:
         self._book = LogBook(self.module)
         self._outputs: list[Any] = []
         self._weights = [scale * size / sum(sizes) for size in sizes]
+        self._of_sums = scale_of_sums
         self._done = 0
         while self._done < len(sizes):
             same = sizes.count(sizes[self._done])
@@ -392,6 +402,9 @@ class Pipeline:
         self._outputs.append(batches.mapped(output, Tensor.detach))
         if not torch.is_grad_enabled():
             return torch.zeros((), device=self.device)
+        if self._of_sums is not None and token_loss.is_counted(output):
+            loss, _ = token_loss.loss_and_count(output)
+            return loss * self._of_sums.to(loss.dtype)
         loss = self._loss_of(output)
         if not isinstance(loss, Tensor):
             raise ValueError(
@@ -405,7 +418,7 @@ class Pipeline:
         trainer = self.module.trainer
         joined: Any = None
         if self.index == self.stages - 1:
-            joined = (batches.join(self._outputs, sizes), self._book.joined(sizes), bool(trainer.should_stop))
+            joined = (self._joined(sizes), self._book.joined(sizes), bool(trainer.should_stop))
         if self.messages is not None:
             joined = self.messages.share(joined, self.module)
         output, logs, stop = joined
@@ -414,6 +427,13 @@ class Pipeline:
         for buffer in self.written_buffers if self.messages is not None else ():
             broadcast_tensors([self.module.get_buffer(buffer)], self.messages.source, self.mesh.group("pp"))  # type: ignore[union-attr]
         return output
+
+    def _joined(self, sizes: list[int]) -> Any:
+        if self._of_sums is None or not any(map(token_loss.is_counted, self._outputs)):
+            return batches.join(self._outputs, sizes)
+        counted = token_loss.joined(self._outputs)
+        others = [{key: value for key, value in output.items() if key not in counted} for output in self._outputs]
+        return {**batches.join(others, sizes), **counted}
 
     def share_metrics(self) -> None:
         """Give the metrics of every stage what those of the last compute. Collective over stages, and over replicas there."""

@@ -1,0 +1,151 @@
+"""Losses that are sums over tokens: a step has the gradient of their mean over all tokens of the global batch.
+
+The plain mean of a batch, averaged over micro-batches, accumulation windows and data-parallel ranks, is a mean of means: where batches
+have unequal numbers of tokens, each token of a short one counts more than in one large batch (Hugging Face, "Fixing Gradient
+Accumulation", 2024). How many tokens there are is known only at the end of a window, and in a pipeline not before the first backward
+pass either. So losses are divided by the number that the window before had, and its end puts the gradients right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_partrain.numerics import scale_gradients
+
+#: The key beside ``"loss"`` under which ``training_step`` returns over how many tokens the loss is a sum.
+COUNT = "num_tokens"
+
+
+def is_counted(output: Any) -> bool:
+    return isinstance(output, Mapping) and COUNT in output
+
+
+def loss_and_count(output: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """The sum and the number of tokens, float64.
+
+    Raises:
+        ValueError: when the sum is missing, or the count is no single number.
+    """
+    loss, count = output.get("loss"), output[COUNT]
+    if not isinstance(loss, Tensor):
+        raise ValueError(
+            f"training_step returned {COUNT!r} without a 'loss', which has to be the sum of the losses of so many tokens."
+        )
+    if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex() and count.dtype != torch.bool:
+        return loss, count.detach().reshape(()).to(loss.device, torch.float64)
+    if isinstance(count, int) and not isinstance(count, bool):
+        return loss, torch.full((), count, dtype=torch.float64, device=loss.device)
+    raise ValueError(f"training_step returned {COUNT}={count!r}; it has to be a whole number or a tensor of one.")
+
+
+def mean(output: Any) -> dict[str, Any]:
+    """``output`` with the mean in place of the sum; without tokens, the sum itself, which is zero then."""
+    loss, count = loss_and_count(output)
+    return {**output, "loss": loss / count.clamp(min=1.0).to(loss.dtype)}
+
+
+def joined(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The mean and the count of all micro-batches.
+
+    Raises:
+        ValueError: when only some of them have a count.
+    """
+    if not all(map(is_counted, outputs)):
+        raise ValueError(f"training_step returned {COUNT!r} for some micro-batches only. Return it for every one.")
+    parts = [loss_and_count(output) for output in outputs]
+    return mean({"loss": torch.stack([loss for loss, _ in parts]).sum(), COUNT: sum(count for _, count in parts)})
+
+
+class TokenLoss:
+    """What the windows of one run have counted.
+
+    Args:
+        group: the data-parallel ranks, ``None`` for one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._ranks = 1 if group is None else dist.get_world_size(group)
+        self._reference: Tensor | None = None  # tokens of a pass on all ranks, about
+        self._window = torch.zeros(2, dtype=torch.float64, device=device)  # tokens, and how many counts were negative
+        self._pass = self._window[0]
+        self._passes = 0
+        self._last: tuple[Tensor, Any] | None = None  # of a GPU, looked at a step later
+
+    def weight(self, samples: int) -> Tensor:
+        """In a pipeline: what a sum is multiplied with before its backward pass, so that the mean over ranks is about the mean over tokens.
+
+        Collective over ``group`` the first time.
+
+        Args:
+            samples: of this pass on this rank.
+        """
+        if self._reference is None:
+            self._reference = torch.full((), samples, dtype=torch.float64, device=self._device)
+            self._reduce(self._reference)
+        return self._ranks / self._reference
+
+    def count(self, output: Mapping[str, Any]) -> None:
+        """A pass with the number of tokens in ``output``. Collective over ``group`` the first time."""
+        _, count = loss_and_count(output)
+        self._pass = count.clamp(min=1.0)
+        self._window += torch.stack([count, (count < 0).double()])
+        self._passes += 1
+        if self._reference is None:
+            self._reference = self._pass.clone()
+            self._reduce(self._reference)
+
+    def weighted(self, loss: Tensor) -> Tensor:
+        """The mean of the pass that was counted last, as the part of the global mean that it is, about."""
+        assert self._reference is not None
+        return loss * (self._pass * self._ranks / self._reference).to(loss.dtype)
+
+    def finish(self, parameters: Iterable[Tensor], accumulate: int) -> None:
+        """At the end of a window: put the gradients right. Collective over ``group``.
+
+        Args:
+            accumulate: by how much the loss of each pass was divided.
+
+        Raises:
+            ValueError: on all ranks, when there was no token or a count was negative; on a GPU after the next window.
+        """
+        assert self._reference is not None
+        self._reduce(self._window)
+        tokens = self._window[0]
+        factor = torch.where(tokens > 0, self._reference * accumulate / tokens, 0.0)
+        scale_gradients(parameters, factor)
+        self._look_at(self._window)
+        self._reference = (tokens / self._passes).clamp(min=1.0)
+        self._window, self._passes = torch.zeros_like(self._window), 0
+
+    def _reduce(self, values: Tensor) -> None:
+        if self._group is not None:
+            dist.all_reduce(values, group=self._group)
+
+    def _look_at(self, window: Tensor) -> None:
+        before, self._last = self._last, None
+        if window.device.type == "cpu":
+            self._check(window)
+            return
+        event = torch.cuda.Event()
+        copy = window.to("cpu", non_blocking=True)
+        event.record()
+        self._last = (copy, event)
+        if before is not None:
+            before[1].synchronize()
+            self._check(before[0])
+
+    @staticmethod
+    def _check(window: Tensor) -> None:
+        tokens, negative = window.tolist()
+        if negative or not tokens > 0:
+            raise ValueError(
+                f"The {COUNT} of a global batch must be positive, but the micro-batches of all data-parallel ranks had {tokens:.0f} together"
+                + (f", and {negative:.0f} of them a negative number." if negative else ".")
+                + " Leave batches without labels out of the data."
+            )
