@@ -182,6 +182,17 @@ class ParallelMesh:
                 mine = group
         return mine
 
+    def new_peer_group(self, **options: Any) -> dist.ProcessGroup:
+        """A further group of the ranks that work on the same samples as this one. Collective over all ranks.
+
+        Args:
+            options: for ``torch.distributed.new_group``.
+        """
+        replicas = [AXES.index(axis) for axis in ("dp_replicate", "dp_shard")]
+        lines = self.device_mesh.mesh.movedim(replicas, (0, 1)).reshape(self.size("data_parallel"), -1).tolist()
+        groups = [dist.new_group(sorted(line), **options) for line in lines]
+        return groups[self.data_parallel_rank]
+
     @cached_property
     def shard_mesh(self) -> DeviceMesh:
         """The mesh that parameters are sharded over: 1-D, or (replicate, shard) when there are several replicas."""

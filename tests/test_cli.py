@@ -36,6 +36,7 @@ ARGUMENTS = {
     "num_microbatches": "auto",
     "schedule": "1f1b",
     "pipeline_split": "auto",
+    "share_batches": False,
     "memory_limit": None,
     "process_group_backend": None,
     "timeout": 1800.0,

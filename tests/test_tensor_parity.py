@@ -75,4 +75,6 @@ def test_same_as_one_process(row: dict[str, Any]) -> None:
 def test_every_module_on_every_layout(row: dict[str, Any]) -> None:
     if row["layout"][1] == 8 and row["case"] not in ("gpt8", "encoder8", "mlp"):
         pytest.skip("has fewer than 8 heads")
+    if row["layout"][2] == 4 and row["case"] == "fused":
+        pytest.skip("has two blocks")
     check(row)

@@ -74,15 +74,43 @@ def torch_seeded(seed: int | None) -> Iterator[None]:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Python's, numpy's and torch's random numbers from ``seed`` on, and as they were afterwards."""
-    python = random.getstate()
-    array = numpy.random.get_state() if numpy is not None else None
-    random.seed(seed)
-    if numpy is not None:
-        numpy.random.seed(seed % (1 << 32))
-    try:
-        with torch_seeded(seed):
+    with Stream(seed).drawing():
+        yield
+
+
+class Stream:
+    """Python's, numpy's and torch's random numbers from ``seed`` on, for whoever is :meth:`drawing`."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed: int | None = seed
+        self._states: tuple[Any, Any, Any] | None = None
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """From where the stream is; the random states are as they were afterwards."""
+        before = _states()
+        if self._states is not None:
+            _set_states(self._states)
+        else:
+            assert self._seed is not None
+            random.seed(self._seed)
+            if numpy is not None:
+                numpy.random.seed(self._seed % (1 << 32))
+            seed_torch(self._seed)
+        try:
             yield
-    finally:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(array)
+        finally:
+            self._states = _states()
+            _set_states(before)
+
+
+def _states() -> tuple[Any, Any, Any]:
+    return random.getstate(), numpy.random.get_state() if numpy is not None else None, torch_states()
+
+
+def _set_states(states: tuple[Any, Any, Any]) -> None:
+    python, array, tensors = states
+    random.setstate(python)
+    if numpy is not None:
+        numpy.random.set_state(array)
+    set_torch_states(tensors)

@@ -64,6 +64,7 @@ class MeshStrategy(RankStrategy):
         self._stage_norm: numerics.StageNorm | None = None
         self.tokens: TokenLoss | None = None
         self._counting: bool | None = None  # whether training_step returns a number of tokens, once it has run
+        self.seed = 0  # equal on all ranks
         self._seeds: torch.Generator | None = None
         self._batches_due: set[str] = set()  # steps of whose next batch peers compare theirs
         self._let_go: Callable[[], None] = lambda: None
@@ -101,7 +102,10 @@ class MeshStrategy(RankStrategy):
         broadcast_tensors([t.detach() for t in (*self.model.parameters(), *self.model.buffers())])
         self._remember_names(self.model.named_parameters())
         self._share_random_states()
-        self._seeds = self._make_seeds() if fitting and self.world_size > 1 else None
+        if self.world_size > 1 or self.pipelined:
+            self.seed = self.broadcast(int(torch.randint(1 << 62, ())))
+        if fitting and self.world_size > 1:
+            self._seeds = torch.Generator().manual_seed(self.seed + self.mesh.data_parallel_rank)
         self.buffers = self.cut(trainer)
         self.cut_layers()
         self._remember_names(self.model.named_parameters())
@@ -226,13 +230,8 @@ class MeshStrategy(RankStrategy):
             self.metrics.after_step()
         return output
 
-    def _make_seeds(self) -> torch.Generator:
-        """Of a seed a step: the same on ranks that work on the same samples, another on every data-parallel rank."""
-        assert self.mesh is not None
-        seed = self.broadcast(int(torch.randint(1 << 62, ())))
-        return torch.Generator().manual_seed(seed + self.mesh.data_parallel_rank)
-
     def _seed_of_step(self) -> AbstractContextManager[None]:
+        """The same on ranks that work on the same samples, another on every data-parallel rank."""
         if self._seeds is None:
             return nullcontext()
         return seeded(int(torch.randint(1 << 62, (), generator=self._seeds)))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_partrain.mesh import ParallelSizes, Size
@@ -18,7 +20,9 @@ from lightning_partrain.parallel.shard import ShardedOptimizerModel
 from lightning_partrain.strategies import audit
 from lightning_partrain.strategies.auto_sizes import choose_sizes, device_memory, parse_memory
 from lightning_partrain.strategies.loaders import same_length
+from lightning_partrain.strategies.shared_batches import KINDS, SharedLoader
 from lightning_partrain.strategies.tensor_parallel import TensorParallelStrategy
+from lightning_partrain.sync.values import Values
 
 
 class Hybrid3DStrategy(TensorParallelStrategy):
@@ -45,6 +49,8 @@ class Hybrid3DStrategy(TensorParallelStrategy):
             ``"gpipe"`` (of all).
         pipeline_split: ``"auto"`` cuts between blocks so that the largest stage has the fewest parameters;
             ``{"blocks": "model.layers", "at": [3, 7]}`` names the list and the blocks with which stages begin.
+        share_batches: let one of the tensor- and pipeline-parallel ranks of a data-parallel rank load and decode, and send the others
+            its batches (through the host, without pickle). For data that is expensive to load, or that differs from load to load.
         memory_limit: bytes of memory that a rank may use, or a text such as ``"24GiB"``; by default what its device has. Sizes
             that are ``"auto"`` are chosen so that the model fits; see :mod:`lightning_partrain.strategies.auto_sizes`.
         process_group_backend, timeout: see :class:`MeshStrategy`.
@@ -65,6 +71,7 @@ class Hybrid3DStrategy(TensorParallelStrategy):
         num_microbatches: int | Literal["auto"] = "auto",
         schedule: Schedule = "1f1b",
         pipeline_split: Literal["auto"] | dict[str, Any] = "auto",
+        share_batches: bool = False,
         memory_limit: int | str | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float = 1800.0,
@@ -77,6 +84,8 @@ class Hybrid3DStrategy(TensorParallelStrategy):
                 f"zero_stage={zero_stage!r} does not exist. The stages are 0 (nothing sharded), 1 (optimizer state), 2 (and gradients) "
                 "and 3 (and parameters)."
             )
+        if not isinstance(share_batches, bool):
+            raise ValueError(f"share_batches must be True or False, not {share_batches!r}.")
         if reduce not in ("window", "micro_batch"):
             raise ValueError(f"reduce={reduce!r} does not exist. Choose 'window' or 'micro_batch'.")
         self.data_parallel_size = data_parallel_size
@@ -85,6 +94,7 @@ class Hybrid3DStrategy(TensorParallelStrategy):
         self.reduce_when = reduce
         self.tensor_parallel_size = tensor_parallel_size
         self.pipeline_parallel_size = pipeline_parallel_size
+        self.share_batches = share_batches
         self.memory_limit = memory_limit
         self._memory = None if memory_limit is None else parse_memory(memory_limit)
         self._gathers = True  # whether prediction may gather parameters, which all ranks have to do together
@@ -130,12 +140,28 @@ class Hybrid3DStrategy(TensorParallelStrategy):
         self.check_micro_batches(chosen.pp)
         return chosen
 
+    @cached_property
+    def _peer_group(self) -> dist.ProcessGroup:
+        """The ranks with the same samples. Its first use is collective over all ranks."""
+        assert self.mesh is not None
+        return self.mesh.new_peer_group(backend="gloo", timeout=self.timeout)
+
+    def shared(self, dataloader: Any) -> Any:
+        assert self.mesh is not None
+        if not self.share_batches or self.mesh.sizes.tp * self.mesh.sizes.pp == 1:
+            return dataloader
+        group = self._peer_group
+        pin = bool(getattr(dataloader, "pin_memory", False)) and torch.cuda.is_available()
+        values = Values(dist.get_global_rank(group, 0), group, group, torch.device("cpu"), KINDS, pin)
+        return SharedLoader(dataloader, sized_len(dataloader), values)
+
     def process_dataloader(self, dataloader: Any) -> Any:
         """Prediction keeps every sample: ranks whose last batch comes earlier end earlier."""
         assert self.mesh is not None and self.lightning_module is not None
         if not self.lightning_module.trainer.predicting or self.world_size == 1:
             return super().process_dataloader(dataloader)
         self.seed_workers(dataloader)
+        dataloader = self.shared(dataloader)
         if self.zero_stage == 3 and not same_length(dataloader, self.control_group):
             # gathering block by block would wait for those that have ended
             self._gathers = False
@@ -156,6 +182,8 @@ class Hybrid3DStrategy(TensorParallelStrategy):
         super().audit(trainer)
         self._gathers = True
         assert self.mesh is not None
+        if self.share_batches and self.mesh.sizes.tp * self.mesh.sizes.pp == 1:
+            rank_zero_warn("share_batches=True shares nothing: no two ranks of this layout work on the same samples.")
         audit.audit_callbacks(trainer.callbacks, self.zero_stage, self.mesh.sizes.pp, self.mesh.sizes.tp)
         if self.zero_stage == 3:  # FSDP2 keeps what it gathered for a later backward pass
             for loop in (

@@ -15,7 +15,7 @@ from lightning_partrain.compat import pl_worker_init_function
 from lightning_partrain.sync.messages import gather_json
 
 
-class _Wrapped:
+class LoaderWrapper:
     """A loader with another end; everything else is the loader's own, also what is set from outside (Lightning resets the
     iterator of persistent workers that way).
 
@@ -46,7 +46,7 @@ class _Wrapped:
         return self._length
 
 
-class ShortenedLoader(_Wrapped):
+class ShortenedLoader(LoaderWrapper):
     """The first ``length`` batches."""
 
     def __iter__(self) -> Iterator[Any]:
@@ -54,10 +54,10 @@ class ShortenedLoader(_Wrapped):
             yield batch
 
 
-class StartedLoader(_Wrapped):
+class StartedLoader(LoaderWrapper):
     """A loader of which somebody has taken the first batch already: its first iteration begins with that one."""
 
-    _OWN = frozenset((*_Wrapped._OWN, "_start"))
+    _OWN = frozenset((*LoaderWrapper._OWN, "_start"))
 
     def __init__(self, loader: Any, first: Any, rest: Iterator[Any]) -> None:
         super().__init__(loader, sized_len(loader))
@@ -72,7 +72,7 @@ class StartedLoader(_Wrapped):
         yield from rest
 
 
-class AgreedLoader(_Wrapped):
+class AgreedLoader(LoaderWrapper):
     """Ends on all ranks as soon as one of them has no more batches; one small all-reduce a batch, on the host."""
 
     def __init__(self, loader: Any, length: int | None, group: dist.ProcessGroup) -> None:

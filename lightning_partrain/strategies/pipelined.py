@@ -85,7 +85,6 @@ class PipelinedStrategy(MeshStrategy):
             return super().cut(trainer)
         assert self.mesh is not None and self.lightning_module is not None
         audit.audit_pipeline(trainer)
-        seed = self.broadcast(int(torch.randint(1 << 62, ())))
         pipeline = Pipeline(
             self.lightning_module,
             self.mesh,
@@ -95,7 +94,7 @@ class PipelinedStrategy(MeshStrategy):
             self._contexts(),
             self._stage_host_group,
             self.root_device,
-            seed,
+            self.seed,
             self.layers_together(),
         )
         steps = first_steps(trainer)

@@ -223,8 +223,13 @@ class RankStrategy(ParallelStrategy):
         if int(os.environ.get("PL_SEED_WORKERS", 0)):
             seed_workers(dataloader, self.mesh.data_parallel_rank)
 
+    def shared(self, dataloader: Any) -> Any:
+        """``dataloader``, or one that hands out what a single one of the ranks with the same samples loads."""
+        return dataloader
+
     def process_dataloader(self, dataloader: Any) -> Any:
         self.seed_workers(dataloader)
+        dataloader = self.shared(dataloader)
         return agree_on_length(dataloader, self.control_group) if self.world_size > 1 else dataloader
 
     # -- the end -------------------------------------------------------------------------------------------------------

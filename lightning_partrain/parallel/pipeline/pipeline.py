@@ -28,7 +28,7 @@ from lightning_partrain.parallel.pipeline.cut import (
     parameter_stages,
 )
 from lightning_partrain.parallel.pipeline.record import CannotCutError, Recording, record
-from lightning_partrain.parallel.pipeline.results import LogBook, Messages, loggers_of_a_step, share_metrics
+from lightning_partrain.parallel.pipeline.results import LogBook, loggers_of_a_step, messages, share_metrics
 from lightning_partrain.parallel.pipeline.schedule import Schedule, build_schedule, run_one_stage
 from lightning_partrain.parallel.pipeline.sources import digest
 from lightning_partrain.parallel.pipeline.stage import Stage, empty_of_numbers
@@ -110,7 +110,7 @@ class Pipeline:
         self.module, self.mesh, self.device, self.contexts = module, mesh, device, contexts
         self.num_microbatches, self.kind, self.split = num_microbatches, schedule, split
         self.stages, self.index = mesh.size("pp"), mesh.rank("pp")
-        self.messages = Messages(mesh.group("pp"), host_group, device) if host_group is not None else None
+        self.messages = None if host_group is None else messages(module, mesh.group("pp"), host_group, device)
         self.units = find_units(module, split.blocks)
         self._opened: set[str] = set()
         self._steps: dict[Hashable, tuple[Recording, Flow]] = {}
@@ -420,7 +420,7 @@ class Pipeline:
         if self.index == self.stages - 1:
             joined = (self._joined(sizes), self._book.joined(sizes), bool(trainer.should_stop))
         if self.messages is not None:
-            joined = self.messages.share(joined, self.module)
+            joined = self.messages.share(joined)
         output, logs, stop = joined
         trainer.should_stop = trainer.should_stop or stop  # as the step on the last stage may have asked for
         self._book.replay(logs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_partrain.parallel.pipeline import batch as batches
+from lightning_partrain.sync.values import Kind, Values
 
 _LOG = inspect.signature(LightningModule.log)
 
@@ -134,135 +134,26 @@ def loggers_of_a_step(trainer: Any, recording: bool = False) -> Iterator[None]:
         trainer.loggers = before
 
 
-class Messages:
-    """From the last stage to all others of the same data-parallel rank.
+def messages(root: nn.Module, group: dist.ProcessGroup, host_group: dist.ProcessGroup, device: torch.device) -> Values:
+    """From the last stage to all others of the same data-parallel rank: values, metrics of ``root``, and calls of ``self.log``."""
 
-    What is plain text goes over the host once and is remembered; afterwards a step sends one number for it, and the tensors.
+    def name_of(metric: Metric) -> tuple[str, list[Any]]:
+        return next(name for name, module in root.named_modules() if module is metric), []
 
-    Args:
-        group: the stages.
-        host_group: the same ranks, for tensors on the host.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, host_group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._host_group, self._device = group, host_group, device
-        self.source = dist.get_global_rank(group, dist.get_world_size(group) - 1)
-        self._texts: list[str] = []
-
-    @property
-    def sending(self) -> bool:
-        return dist.get_rank() == self.source
-
-    def share(self, value: Any, root: nn.Module) -> Any:
-        """``value`` of the last stage on every stage: tensors, plain values, metrics of ``root``, and containers of them."""
-        tensors: list[Tensor] = []
-        numbers: list[float] = []
-        packed = json.loads(self._share_text(json.dumps(_pack(value, tensors, numbers, root)) if self.sending else ""))
-        if not self.sending:
-            tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in _shapes(packed)]
-            numbers = [0.0] * _count_numbers(packed)
-        if numbers:
-            sent = torch.tensor(numbers, dtype=torch.float64)
-            dist.broadcast(sent, self.source, group=self._host_group)
-            numbers = sent.tolist()
-        tensors = [tensor.to(self._device) for tensor in tensors]
-        for tensor in tensors:
-            if tensor.numel():
-                dist.broadcast(_as_sent(tensor), self.source, group=self._group)
-        return _unpack(packed, iter(tensors), iter(numbers), root)
-
-    def _share_text(self, text: str) -> str:
-        known = self.sending and text in self._texts
-        number = self._texts.index(text) if known else len(self._texts)
-        size = 0 if known else len(text.encode())
-        head = torch.tensor([number, size])
-        dist.broadcast(head, self.source, group=self._host_group)
-        number, size = head.tolist()
-        if size:
-            body = (
-                torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-                if self.sending
-                else torch.empty(size, dtype=torch.uint8)
-            )
-            dist.broadcast(body, self.source, group=self._host_group)
-            self._texts.append(body.numpy().tobytes().decode())
-        return self._texts[number]
+    kinds = {
+        "metric": Kind(lambda v: isinstance(v, Metric), name_of, lambda name, _: root.get_submodule(name)),
+        "logged": Kind(
+            lambda v: isinstance(v, Logged),
+            lambda v: (None, [v.name, v.value, v.options, v.of_step]),
+            lambda _, parts: Logged(*parts),
+        ),
+        "function": Kind(callable, lambda v: (getattr(v, "__name__", ""), []), lambda name, _: name),
+    }
+    source = dist.get_global_rank(group, dist.get_world_size(group) - 1)
+    return Values(source, group, host_group, device, kinds)
 
 
-def _as_sent(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
-
-
-def _pack(value: Any, tensors: list[Tensor], numbers: list[float], root: nn.Module) -> Any:
-    if isinstance(value, Tensor):
-        value = value.detach()
-        tensors.append(value.contiguous())
-        return {"tensor": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-    if isinstance(value, Metric):
-        return {"metric": next(name for name, module in root.named_modules() if module is value)}
-    if isinstance(value, bool) or value is None or isinstance(value, str):
-        return value
-    if isinstance(value, (int, float)):  # a number that changes is no part of the text
-        numbers.append(value)
-        return {"number": type(value).__name__}
-    if callable(value):
-        return {"function": getattr(value, "__name__", "")}
-    if isinstance(value, dict):
-        return {
-            "keys": [_pack(k, tensors, numbers, root) for k in value],
-            "values": [_pack(v, tensors, numbers, root) for v in value.values()],
-        }
-    if type(value) in (list, tuple):
-        return {type(value).__name__: [_pack(v, tensors, numbers, root) for v in value]}
-    if isinstance(value, Logged):
-        fields = (value.name, value.value, value.options, value.of_step)
-        return {"logged": [_pack(each, tensors, numbers, root) for each in fields]}
-    return {"refused": type(value).__name__}
-
-
-def _shapes(packed: Any) -> list[tuple[list[int], torch.dtype]]:
-    if isinstance(packed, list):
-        return [shape for item in packed for shape in _shapes(item)]
-    if not isinstance(packed, dict):
-        return []
-    if "tensor" in packed:
-        return [(packed["tensor"], getattr(torch, packed["dtype"]))]
-    return [shape for item in packed.values() for shape in _shapes(item)]
-
-
-def _count_numbers(packed: Any) -> int:
-    if isinstance(packed, dict):
-        return 1 if "number" in packed else sum(map(_count_numbers, packed.values()))
-    return sum(map(_count_numbers, packed)) if isinstance(packed, list) else 0
-
-
-def _unpack(packed: Any, tensors: Iterator[Tensor], numbers: Iterator[float], root: nn.Module) -> Any:
-    if not isinstance(packed, dict):
-        return packed
-    (kind, content), *rest = packed.items()
-    if kind == "tensor":
-        return next(tensors)
-    if kind == "number":
-        return next(numbers) if content == "float" else int(next(numbers))
-    if kind == "metric":
-        return root.get_submodule(content)
-    if kind == "function":
-        return content
-    if kind == "refused":
-        raise TypeError(
-            f"A step returned a {content}, which the last stage cannot send to the others. Return tensors, plain values, and lists, "
-            "tuples or dictionaries of them."
-        )
-    if kind == "keys":
-        keys = [_unpack(k, tensors, numbers, root) for k in content]
-        return dict(zip(keys, (_unpack(v, tensors, numbers, root) for v in rest[0][1]), strict=True))
-    items = [_unpack(item, tensors, numbers, root) for item in content]
-    if kind == "logged":
-        return Logged(*items)
-    return tuple(items) if kind == "tuple" else items
-
-
-def share_metrics(root: nn.Module, messages: Messages) -> None:
+def share_metrics(root: nn.Module, messages: Values) -> None:
     """Give the metrics of every stage what those of the last stage compute. Collective over all stages and replicas."""
     if messages.sending:
         for collection in (m for m in root.modules() if isinstance(m, MetricCollection)):
@@ -270,6 +161,6 @@ def share_metrics(root: nn.Module, messages: Messages) -> None:
                 collection.compute()  # lets metrics of one group share their state
     for metric in (m for m in root.modules() if isinstance(m, Metric)):
         value = [metric.compute(), metric.update_count] if messages.sending and metric.update_called else None
-        shared = messages.share(value, root)
+        shared = messages.share(value)
         if shared is not None and not messages.sending:
             metric._computed, metric._update_count = shared

@@ -243,7 +243,7 @@ class RegionCheck:
                 right, found = expected.gradients(comparable), got.gradients(comparable)
         except RuntimeError:  # reentrant checkpoints inside
             return (worst, 0.0), ""
-        floor = 1e-3 * max((float(g.abs().max()) for g in right.values() if g.numel()), default=0.0)
+        floor = 1e-3 * max((float(g.nan_to_num().abs().max()) for g in right.values() if g.numel()), default=0.0)
         off = {name: _distance(found[name], grad, max(floor, 1e-12), narrow) for name, grad in right.items()}
         where = max(off, key=lambda name: off[name])
         return (worst, off[where]), where

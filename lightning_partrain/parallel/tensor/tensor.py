@@ -103,8 +103,9 @@ class TensorParallel:
         fused = {(m, key): self.fused[path] for m, key, _, path in self._places if path in self.fused}
         for name, inside in places.items():
             here = [layer for layer in inside if layer in present]
-            if len(here) == len(inside):  # a row of pairs may be on several stages, and is right by itself
-                self._checks.append(RegionCheck(name, root.get_submodule(name), here, fused, self.group))
+            region = root.get_submodule(name)
+            if not any(p in absent for p in region.parameters()):  # a row of pairs may be on several stages
+                self._checks.append(RegionCheck(name, region, here, fused, self.group))
 
     @staticmethod
     def _is_absent(layer: Layer, absent: Collection[Tensor]) -> bool:
