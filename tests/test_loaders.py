@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import warnings
 from collections.abc import Iterator
@@ -13,11 +14,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset
 
+from lightning_partrain.mesh import ParallelMesh, ParallelSizes
 from lightning_partrain.strategies import Hybrid3DStrategy
+from lightning_partrain.strategies.batch_size import meaning
 from tests.harness import run_ranks, trainer
 from tests.models import EncoderClassifier
+from tests.test_numerics import in_group
 
 LIMIT = 40.0  # seconds for a run; a hang would last as long as the strategy's timeout
 
@@ -342,3 +346,30 @@ def test_epoch_values_of_uneven_batches_are_means_over_samples() -> None:
         for stage in ("fit", "validate", "test"):
             assert metrics[f"{stage}_mean"] == pytest.approx(sum(samples) / len(samples), rel=1e-6), stage
             assert metrics[f"{stage}_one"] == 1.0, stage
+
+
+@pytest.mark.parametrize(
+    ("sizes", "loader", "accumulate", "words"),
+    [
+        (
+            {"dp_shard": 2},
+            DataLoader(range(40), batch_size=8),
+            3,
+            "takes 2 data-parallel ranks x 8 samples x 3 batches = 48 samples: one device does the same with batch_size=16 and "
+            "accumulate_grad_batches=3, and the same learning rate.",
+        ),
+        (
+            {"dp_shard": 2, "tp": 2},
+            DataLoader(range(40), batch_sampler=BatchSampler(range(40), 4, False)),
+            1,
+            "2 data-parallel ranks x 4 samples = 8 samples (the 2 ranks of each hold parts of the model, and work on the same samples): "
+            "one device does the same with batch_size=8, and",
+        ),
+        ({"pp": 4}, [1, 2], 1, "takes 1 data-parallel rank, a batch of the loader each (the 4 ranks"),
+    ],
+)
+def test_the_meaning_of_a_batch(sizes: dict[str, int], loader: Any, accumulate: int, words: str) -> None:
+    def describe(rank: int) -> str:
+        return meaning(ParallelMesh.create(ParallelSizes(**sizes), "cpu"), loader, accumulate)
+
+    assert all(words in said for said in in_group(math.prod(sizes.values()), describe))

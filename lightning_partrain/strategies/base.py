@@ -33,6 +33,7 @@ from lightning_partrain.parallel.replicate import ReplicatedModel
 from lightning_partrain.parallel.token_loss import TokenLoss
 from lightning_partrain.precision.mesh_mixed import STATE_KEY, MeshMixedPrecision
 from lightning_partrain.strategies import audit
+from lightning_partrain.strategies.batch_size import meaning
 from lightning_partrain.strategies.metrics import MetricAgreement
 from lightning_partrain.strategies.ranks import RankStrategy
 from lightning_partrain.sync.messages import gather_json, meet
@@ -214,6 +215,12 @@ class MeshStrategy(RankStrategy):
         self._batches_due.discard(step)
         for group in self.peer_groups():
             audit.audit_batches(gather_json([digest(args[:1])], torch.device("cpu"), group), step)
+
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None and self.mesh is not None
+        trainer = self.lightning_module.trainer
+        if self.world_size > 1 and self.lightning_module.automatic_optimization:
+            rank_zero_info(meaning(self.mesh, trainer.train_dataloader, trainer.accumulate_grad_batches))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
