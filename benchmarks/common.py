@@ -52,16 +52,17 @@ class StepTimer(pl.Callback):
 
 @dataclass(frozen=True)
 class Contestant:
-    """A module and the strategy that trains it, both built anew for each fit."""
+    """A module, the strategy that trains it and its data (batches, samples of each), all built anew for each fit."""
 
     module: Callable[[], pl.LightningModule]
     strategy: Callable[[], Any]
+    data: Callable[[int, int], DataLoader] = random_bytes
 
     def median_step(self, ranks: int, steps: int, batch_size: int) -> float:
         """Seconds of the median step of one fit, on this rank."""
         timer = StepTimer()
         run = trainer(self.strategy(), ranks, max_steps=steps, callbacks=[timer])
-        run.fit(self.module(), random_bytes(steps, batch_size))
+        run.fit(self.module(), self.data(steps, batch_size))
         return timer.median()
 
 

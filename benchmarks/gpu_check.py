@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import torch
 
 from benchmarks.common import RESULTS, benchmark_gpt, random_bytes
+from examples.gpt import GPTModule
 from lightning_partrain.strategies import Hybrid3DStrategy
 
 STEPS, WARM_UP = 24, 8
@@ -25,7 +26,8 @@ STEPS, WARM_UP = 24, 8
 class NoHostSync(pl.Callback):
     """From the end of the warm-up on, whatever waits for the device inside forward, backward and step raises."""
 
-    def __init__(self) -> None:
+    def __init__(self, may_wait: bool) -> None:
+        self.may_wait = may_wait
         self.started = self.seconds = 0.0
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
@@ -33,7 +35,7 @@ class NoHostSync(pl.Callback):
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             self.started = time.perf_counter()
-        if batch_idx >= WARM_UP:
+        if batch_idx >= WARM_UP and not self.may_wait:
             torch.cuda.set_sync_debug_mode("error")
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -44,11 +46,21 @@ class NoHostSync(pl.Callback):
         self.seconds = (time.perf_counter() - self.started) / (STEPS - WARM_UP)
 
 
+class SumsGPT(GPTModule):
+    """Returns sums over tokens and how many there are."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss * batch[1].numel(), "num_tokens": batch[1].numel()}
+
+
 def run(name: str, strategy: Any, **options: Any) -> dict[str, Any]:
     """One path: its step time, peak memory and last loss, or its error."""
-    timer = NoHostSync()
+    timer = NoHostSync(may_wait=options.get("precision") == "16-mixed")  # for one number: whether to skip the step
     torch.cuda.empty_cache()
     module = benchmark_gpt()
+    if options.pop("sums", False):
+        module.__class__ = SumsGPT
     try:
         trainer = pl.Trainer(
             accelerator="gpu",
@@ -97,12 +109,17 @@ def main() -> None:
             )
         )
         paths.append(
+            (f"hybrid_3d zero_stage={stage} 16-mixed", Hybrid3DStrategy(zero_stage=stage), {"precision": "16-mixed"})
+        )
+        paths.append(
             (
                 f"hybrid_3d zero_stage={stage} num_microbatches=4",
                 Hybrid3DStrategy(zero_stage=stage, num_microbatches=4),
                 {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0},
             )
         )
+        sums = {"sums": True, "accumulate_grad_batches": 2}
+        paths.append((f"hybrid_3d zero_stage={stage} num_tokens", Hybrid3DStrategy(zero_stage=stage), sums))
         if int(os.environ["WORLD_SIZE"]) % 2 == 0:
             paths.append(
                 (

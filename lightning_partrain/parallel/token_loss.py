@@ -133,7 +133,7 @@ class TokenLoss:
             self._check(window)
             return
         event = torch.cuda.Event()
-        copy = window.to("cpu", non_blocking=True)
+        copy = torch.empty(2, dtype=window.dtype, pin_memory=True).copy_(window, non_blocking=True)
         event.record()
         self._last = (copy, event)
         if before is not None:
