@@ -8,11 +8,12 @@ pass either. So losses are divided by the number that the window before had, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_partrain.numerics import scale_gradients
@@ -66,10 +67,17 @@ class TokenLoss:
 
     Args:
         group: the data-parallel ranks, ``None`` for one.
+        everyone: gives what all ranks gave it, ``None`` for one.
+
+    Attributes:
+        counting: whether the steps return a number of tokens, once one has.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._group, self._device = group, device
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, everyone: Callable[[bool], list[bool]] | None
+    ) -> None:
+        self._group, self._device, self._everyone = group, device, everyone
+        self.counting: bool | None = None
         self._ranks = 1 if group is None else dist.get_world_size(group)
         self._reference: Tensor | None = None  # tokens of a pass on all ranks, about
         self._window = torch.zeros(2, dtype=torch.float64, device=device)  # tokens, and how many counts were negative
@@ -90,8 +98,35 @@ class TokenLoss:
             self._reduce(self._reference)
         return self._ranks / self._reference
 
-    def count(self, output: Mapping[str, Any]) -> None:
-        """A pass with the number of tokens in ``output``. Collective over ``group`` the first time."""
+    def after_pass(self, output: Any, counted: bool) -> None:
+        """Count the tokens of a pass, if its ``output`` has their number. Collective over all ranks the first time.
+
+        Raises:
+            ValueError: on all ranks, when only some of them count; here, when only some steps do.
+        """
+        if self.counting is None:
+            self.counting = self._agree(counted)
+        if counted != self.counting:
+            now, before = ("now", "not in the first step") if counted else ("in the first step", "not now")
+            raise ValueError(f"training_step returned {COUNT!r} {now}, but {before}. Return it in all steps, or never.")
+        if counted:
+            self._count(output)
+
+    def _agree(self, counted: bool) -> bool:
+        counting = [rank for rank, each in enumerate(self._everyone(counted)) if each] if self._everyone else []
+        if self._everyone and counting and len(counting) < dist.get_world_size():
+            raise ValueError(
+                f"training_step returned {COUNT!r} on rank {', '.join(map(str, counting))} only. Return it on all ranks and in all steps, "
+                "or never."
+            )
+        if counted:
+            rank_zero_info(
+                f"training_step returns {COUNT!r}: its loss is taken as a sum over so many tokens, and a step has the gradient of the mean "
+                "over all tokens of its global batch."
+            )
+        return counted
+
+    def _count(self, output: Mapping[str, Any]) -> None:
         _, count = loss_and_count(output)
         self._pass = count.clamp(min=1.0)
         self._window += torch.stack([count, (count < 0).double()])

@@ -164,25 +164,6 @@ def audit_batches(by_rank: list[list[str]], step: str) -> None:
         )
 
 
-def audit_counts(by_rank: list[bool]) -> bool:
-    """Whether all ranks' training steps return a number of tokens.
-
-    Raises:
-        ValueError: with the ranks that do.
-    """
-    if any(by_rank) and not all(by_rank):
-        counting = [rank for rank, counted in enumerate(by_rank) if counted]
-        raise ValueError(
-            f"training_step returned 'num_tokens' on rank {_few(counting)} only. Return it on all ranks and in all steps, or never."
-        )
-    return by_rank[0]
-
-
-def counted_at_times(counted: bool) -> str:
-    now, before = ("now", "not in the first step") if counted else ("in the first step", "not now")
-    return f"training_step returned 'num_tokens' {now}, but {before}. Return it in all steps, or never."
-
-
 def audit_optimizer(optimizer: torch.optim.Optimizer, sharded: bool, pipelined: bool) -> None:
     """Raise for optimizers whose rule needs what this rank does not have.
 

@@ -2,51 +2,36 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 from torchmetrics import Metric
 
 from lightning_partrain import compat, numerics
-from lightning_partrain.checkpoint import full
 from lightning_partrain.parallel import token_loss
 from lightning_partrain.parallel.batchnorm import restore_batch_norm, synchronize_batch_norm
 from lightning_partrain.parallel.buffers import SharedBuffers, broadcast_tensors
 from lightning_partrain.parallel.optimizer import swap_parameters
-from lightning_partrain.parallel.pipeline.sources import digest
-from lightning_partrain.parallel.placement import Fused
-from lightning_partrain.parallel.random_states import seeded, share_random_states
 from lightning_partrain.parallel.replicate import ReplicatedModel
 from lightning_partrain.parallel.token_loss import TokenLoss
-from lightning_partrain.precision.mesh_mixed import STATE_KEY, MeshMixedPrecision
+from lightning_partrain.precision.mesh_mixed import MeshMixedPrecision
 from lightning_partrain.strategies import audit
 from lightning_partrain.strategies.batch_size import meaning
+from lightning_partrain.strategies.checkpoints import CheckpointStrategy
 from lightning_partrain.strategies.metrics import MetricAgreement
-from lightning_partrain.strategies.ranks import RankStrategy
-from lightning_partrain.sync.messages import gather_json, meet
-
-#: Name of every parameter object that a module has had, so that optimizers can be given its present ones.
-_NAMES: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-#: How long a checkpoint waits for ranks that have not called save.
-SAVE_WAIT = timedelta(minutes=5)
-SAVE_WAIT_AFTER_ERROR = timedelta(seconds=5)
+from lightning_partrain.strategies.peers import Peers
 
 
-class MeshStrategy(RankStrategy):
+class MeshStrategy(CheckpointStrategy):
     """Base of the strategies: lays a model out on the mesh and drives Lightning's steps and checkpoints over it.
 
     Subclasses give the sizes of the mesh and say how the model is laid out.
@@ -57,17 +42,13 @@ class MeshStrategy(RankStrategy):
 
     def __init__(self, process_group_backend: str | None = None, timeout: timedelta | float = 1800.0) -> None:
         super().__init__(process_group_backend, timeout)
-        self.model_parallel: ReplicatedModel | None = None
         self.metrics: MetricAgreement | None = None
         self._blocked = False
         self._step_hooks: list[RemovableHandle] = []
-        self._stepped: Callable[[Tensor], Tensor] = lambda param: param
         self._stage_norm: numerics.StageNorm | None = None
         self.tokens: TokenLoss | None = None
-        self._counting: bool | None = None  # whether training_step returns a number of tokens, once it has run
         self.seed = 0  # equal on all ranks
-        self._seeds: torch.Generator | None = None
-        self._batches_due: set[str] = set()  # steps of whose next batch peers compare theirs
+        self.peers = Peers([])
         self._let_go: Callable[[], None] = lambda: None
         compat.agree_on_epoch_metrics(_agrees)
         compat.keep_float16_on_cpu(lambda strategy: isinstance(strategy, MeshStrategy))
@@ -77,12 +58,6 @@ class MeshStrategy(RankStrategy):
     def parallelize(self, module: nn.Module, training: bool) -> ReplicatedModel:
         """Lay ``module`` (whole, equal on all ranks, on the device) out over ``self.mesh``."""
         raise NotImplementedError
-
-    def layout(self) -> dict[str, Any]:
-        """What a checkpoint records of the layout that wrote it."""
-        assert self.mesh is not None
-        sizes = self.mesh.sizes
-        return {"strategy": type(self).__name__, "dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard}
 
     # -- set-up ----------------------------------------------------------------------------------------------------------
 
@@ -102,11 +77,12 @@ class MeshStrategy(RankStrategy):
         self._use_data_parallel_metrics()
         broadcast_tensors([t.detach() for t in (*self.model.parameters(), *self.model.buffers())])
         self._remember_names(self.model.named_parameters())
-        self._share_random_states()
+        self.peers = Peers(self.peer_groups())
+        self.peers.share_random_states()
         if self.world_size > 1 or self.pipelined:
             self.seed = self.broadcast(int(torch.randint(1 << 62, ())))
         if fitting and self.world_size > 1:
-            self._seeds = torch.Generator().manual_seed(self.seed + self.mesh.data_parallel_rank)
+            self.peers.seed_steps(self.seed + self.mesh.data_parallel_rank)
         self.buffers = self.cut(trainer)
         self.cut_layers()
         self._remember_names(self.model.named_parameters())
@@ -116,9 +92,9 @@ class MeshStrategy(RankStrategy):
         self._remember_names(self.model_parallel.named_parameters().items())
         self._stepped = self.model_parallel.stepped
         if fitting:
-            self._batches_due.add("training_step")
+            self.peers.due.add("training_step")
             group = self.mesh.data_parallel_group if self.mesh.size("data_parallel") > 1 else None
-            self.tokens, self._counting = TokenLoss(group, self.root_device), None
+            self.tokens = TokenLoss(group, self.root_device, self.all_ranks if self.world_size > 1 else None)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
@@ -141,26 +117,13 @@ class MeshStrategy(RankStrategy):
     def cut_layers(self) -> None:
         """After :meth:`cut`: a strategy whose ranks hold layers together cuts them here."""
 
-    def fused(self, param: Tensor) -> Fused | None:
-        """The order in which ranks hold a parameter of an optimizer together, where it is not the model's."""
-        return None
-
     def at_epoch_end(self) -> None:
         """Before the values of an epoch are computed, and after its hooks. Collective over all ranks."""
-        self._share_random_states()
-
-    def _share_random_states(self) -> None:
-        """Ranks that work on the same samples load and draw alike, also after a hook has drawn on one of them."""
-        for group in self.peer_groups():
-            share_random_states(group)
+        self.peers.share_random_states()
 
     def model_to_device(self) -> None:
         assert self.model is not None
         self.model.to(self.root_device)
-
-    def _remember_names(self, named: Any) -> None:
-        for name, param in named:
-            _NAMES[param] = name
 
     def _attach_optimizers(self) -> None:
         assert self.model_parallel is not None
@@ -185,7 +148,7 @@ class MeshStrategy(RankStrategy):
     ) -> None:
         """Optimizers built before the layout, or given new groups since, hold parameters that are no longer the model's."""
         params = {p for group in optimizer.param_groups for p in group["params"]}
-        stale = {p: now[_NAMES[p]] for p in params if p not in current and _NAMES.get(p) in now}
+        stale = {p: now[self.name_of(p)] for p in params if p not in current and self.name_of(p) in now}
         if stale:
             swap_parameters(optimizer, stale)
         if stale or not params <= current:
@@ -208,14 +171,6 @@ class MeshStrategy(RankStrategy):
 
     # -- the step --------------------------------------------------------------------------------------------------------
 
-    def _compare_batches(self, step: str, args: tuple[Any, ...]) -> None:
-        """Ranks that work on the same samples must have got the same ones; looked at now and then."""
-        if step not in self._batches_due:
-            return
-        self._batches_due.discard(step)
-        for group in self.peer_groups():
-            audit.audit_batches(gather_json([digest(args[:1])], torch.device("cpu"), group), step)
-
     def on_train_start(self) -> None:
         assert self.lightning_module is not None and self.mesh is not None
         trainer = self.lightning_module.trainer
@@ -224,30 +179,25 @@ class MeshStrategy(RankStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
-            self._batches_due.add("training_step")
+            self.peers.due.add("training_step")
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None and self.model_parallel is not None
-        self._compare_batches("training_step", args)
+        self.peers.compare_batches("training_step", args)
         self.model_parallel.before_forward()
         self.buffers.share(with_batch_norm=False)
         output = self._train(*args, **kwargs)
-        self._count_tokens(output)
+        if self.tokens is not None:
+            self.tokens.after_pass(output, self._counts(output))
         if self.metrics is not None:
             self.metrics.after_step()
         return output
-
-    def _seed_of_step(self) -> AbstractContextManager[None]:
-        """The same on ranks that work on the same samples, another on every data-parallel rank."""
-        if self._seeds is None:
-            return nullcontext()
-        return seeded(int(torch.randint(1 << 62, (), generator=self._seeds)))
 
     def _train(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None and self.model_parallel is not None
         self.model_parallel.guard(True)
         try:
-            with self._seed_of_step(), self.precision_plugin.train_step_context():
+            with self.peers.seed_of_step(), self.precision_plugin.train_step_context():
                 output = self.lightning_module.training_step(*args, **kwargs)
                 return token_loss.mean(output) if self._counts(output) else output
         finally:
@@ -256,26 +206,6 @@ class MeshStrategy(RankStrategy):
     def _counts(self, output: Any) -> bool:
         assert self.lightning_module is not None
         return self.lightning_module.automatic_optimization and token_loss.is_counted(output)
-
-    def _count_tokens(self, output: Any) -> None:
-        """After a training step. Collective over all ranks after the first one.
-
-        Raises:
-            ValueError: when some steps or ranks return a number of tokens and others do not.
-        """
-        counted = self._counts(output)
-        if self._counting is None:
-            self._counting = audit.audit_counts(self.all_ranks(counted)) if self.world_size > 1 else counted
-            if counted:
-                rank_zero_info(
-                    f"training_step returns {token_loss.COUNT!r}: its loss is taken as a sum over so many tokens, and a step has the gradient of "
-                    "the mean over all tokens of its global batch."
-                )
-        if counted != self._counting:
-            raise ValueError(audit.counted_at_times(counted))
-        if counted:
-            assert self.tokens is not None
-            self.tokens.count(output)
 
     def _contexts(self) -> dict[str, Callable[[], Any]]:
         """Name of a step -> what the precision plugin wraps it in."""
@@ -294,7 +224,7 @@ class MeshStrategy(RankStrategy):
 
     def _evaluation_step(self, step: str, *args: Any, **kwargs: Any) -> Any:
         assert self.model_parallel is not None
-        self._compare_batches(step, args)
+        self.peers.compare_batches(step, args)
         self.model_parallel.before_forward()
         return self._evaluate(step, *args, **kwargs)
 
@@ -308,15 +238,15 @@ class MeshStrategy(RankStrategy):
         return self._evaluation_step("predict_step", *args, **kwargs)
 
     def on_validation_start(self) -> None:
-        self._batches_due.add("validation_step")
+        self.peers.due.add("validation_step")
         self.buffers.share(with_batch_norm=True)
 
     def on_test_start(self) -> None:
-        self._batches_due.add("test_step")
+        self.peers.due.add("test_step")
         self.buffers.share(with_batch_norm=True)
 
     def on_predict_start(self) -> None:
-        self._batches_due.add("predict_step")
+        self.peers.due.add("predict_step")
         self.buffers.share(with_batch_norm=True)
 
     def on_validation_end(self) -> None:
@@ -326,14 +256,14 @@ class MeshStrategy(RankStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None and self.model_parallel is not None
         last_of_window = not self._blocked
-        if self._counting and self.tokens is not None:
+        if self.tokens is not None and self.tokens.counting:
             closure_loss = self.tokens.weighted(closure_loss)
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         self.model_parallel.begin_backward(last_of_window)
         self._compute_gradients(closure_loss, optimizer, *args, **kwargs)
         self._complete_gradients(last_of_window)
-        if self._counting and self.tokens is not None and last_of_window:
+        if self.tokens is not None and self.tokens.counting and last_of_window:
             passes = self.lightning_module.trainer.accumulate_grad_batches
             self.tokens.finish(self.model_parallel.named_parameters().values(), passes)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
@@ -393,95 +323,6 @@ class MeshStrategy(RankStrategy):
         """
         assert self.model_parallel is not None
         return numerics.grad_norm(self.model_parallel.named_parameters().values(), norm_type, self._stage_norm)
-
-    # -- checkpoints -------------------------------------------------------------------------------------------------------
-
-    def _meet_to_save(self) -> None:
-        """Saving is collective. Wait for all ranks, but not for ever.
-
-        Raises:
-            RuntimeError: when some ranks did not call it.
-        """
-        if self.world_size == 1 or not dist.is_initialized():
-            return
-        assert self.lightning_module is not None
-        error = sys.exc_info()[1] if self.lightning_module.trainer.interrupted else None
-        if error is not None:  # a callback saves because of it: tell the others first, who may not have failed
-            self.on_exception(error)
-        wait = min(self.timeout / 2, SAVE_WAIT if error is None else SAVE_WAIT_AFTER_ERROR)  # before others give up
-        missing = meet(compat.default_store(), wait)
-        if missing and error is not None:
-            raise error
-        if missing:
-            raise RuntimeError(
-                f"A checkpoint is being saved on rank {self.global_rank}, but not on every rank: {missing} did not come within "
-                f"{wait.total_seconds():.0f} s. Call trainer.save_checkpoint on all ranks, without `if trainer.is_global_zero`; "
-                "one of them writes the file."
-            )
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        self._meet_to_save()
-        if self.model_parallel is None:
-            return self.lightning_module.state_dict()
-        self.buffers.share(with_batch_norm=True)
-        return self._whole_state()
-
-    def _whole_state(self) -> dict[str, Any]:
-        assert self.model_parallel is not None
-        return self.model_parallel.state_dict(keep=self.is_global_zero)
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        optimizer = compat.unwrap_optimizer(optimizer)
-        return full.full_optimizer_state(optimizer, self._stepped, self.is_global_zero, self.fused)
-
-    @staticmethod
-    def name_of(param: Tensor) -> str:
-        """The name that a parameter has, or had, in its module."""
-        return str(_NAMES.get(param, ""))
-
-    @staticmethod
-    def _parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
-        """In the order of the optimizer's groups."""
-        return [_NAMES.get(p, "") for group in optimizer.param_groups for p in group["params"]]
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        path = self.broadcast(filepath)  # rank 0's: others may have formatted it from their own numbers
-        if not self.is_global_zero:
-            return
-        groups = [
-            [[_NAMES.get(p, "") for p in g["params"]] for g in compat.unwrap_optimizer(o).param_groups]
-            for o in self.optimizers
-        ]
-        if type(self.precision_plugin) is MeshMixedPrecision and MeshMixedPrecision.__qualname__ in checkpoint:
-            checkpoint[STATE_KEY] = checkpoint.pop(MeshMixedPrecision.__qualname__)
-        checkpoint[full.KEY] = full.describe(self.layout() if self.mesh else {}, groups)
-        if type(self.checkpoint_io) is TorchCheckpointIO and "://" not in str(path) and storage_options is None:
-            with full.replace_when_complete(path) as aside:
-                self.checkpoint_io.save_checkpoint(checkpoint, aside)
-        else:
-            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        if type(self.precision_plugin) is MeshMixedPrecision and STATE_KEY in checkpoint:
-            checkpoint[MeshMixedPrecision.__qualname__] = checkpoint.pop(STATE_KEY)
-        return checkpoint
-
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        if self.is_global_zero:
-            self.checkpoint_io.remove_checkpoint(filepath)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        if self.model_parallel is None:
-            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
-        else:
-            self.model_parallel.load_state_dict(checkpoint["state_dict"], strict=strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            full.load_full_optimizer_state(compat.unwrap_optimizer(optimizer), saved, self._stepped, self.fused)
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 

@@ -160,7 +160,7 @@ class PipelinedStrategy(MeshStrategy):
             loss_scale = self.precision_plugin.loss_scale(self.root_device)
             scale = scale if loss_scale is None else loss_scale * scale
         assert self.tokens is not None
-        of_sums = None if self._counting is False else self.tokens.weight(batches.batch_size(args[0])) * scale
+        of_sums = None if self.tokens.counting is False else self.tokens.weight(batches.batch_size(args[0])) * scale
         output = self.pipeline.run("training_step", args, training=True, scale=scale, scale_of_sums=of_sums)
         self.model_parallel.end_schedule()
         return output
