@@ -500,6 +500,7 @@ class LocalGradScaler(torch.amp.GradScaler):
 
     _group: dist.ProcessGroup | None = None
     _found: Tensor | None = None
+    _replicas = 1
 
     @classmethod
     def like(cls, other: torch.amp.GradScaler | None, device: str) -> LocalGradScaler:
@@ -511,8 +512,12 @@ class LocalGradScaler(torch.amp.GradScaler):
             new.load_state_dict(other.state_dict())
         return new
 
-    def attach(self, group: dist.ProcessGroup | None, stepped: Callable[[Tensor], Tensor]) -> None:
-        self._group, self._stepped = group, stepped
+    def attach(self, group: dist.ProcessGroup | None, stepped: Callable[[Tensor], Tensor], replicas: int) -> None:
+        self._group, self._stepped, self._replicas = group, stepped, replicas
+
+    def scale(self, outputs: Any) -> Any:
+        """A sample's gradients are as large as in one process with the global batch: not larger for being in a small batch."""
+        return super().scale(outputs) / self._replicas
 
     def found_nonfinite(self) -> bool:
         """Whether the gradients unscaled last are not finite on some rank. Waits for the device."""
@@ -535,7 +540,7 @@ class LocalGradScaler(torch.amp.GradScaler):
                         )
                     by_dtype.setdefault(grad.dtype, []).append(local_part(grad))
             for grads in by_dtype.values():
-                torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale * self._replicas)
             if self._group is not None:
                 dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._group)
         self._found = found_inf

@@ -50,15 +50,16 @@ class MeshMixedPrecision(MixedPrecision):
         self.skipped = False
         self._warned = False
 
-    def attach(self, group: dist.ProcessGroup | None, stepped: Callable[[Tensor], Tensor]) -> None:
+    def attach(self, group: dist.ProcessGroup | None, stepped: Callable[[Tensor], Tensor], replicas: int) -> None:
         """Before the first step of a run.
 
         Args:
             group: the ranks that skip together; ``None`` for one.
             stepped: a parameter of an optimizer -> what its step updates, with the gradient.
+            replicas: data-parallel ranks, over which gradients are averaged.
         """
         if isinstance(self.scaler, compat.LocalGradScaler):
-            self.scaler.attach(group, stepped)
+            self.scaler.attach(group, stepped, replicas)
 
     def loss_scale(self, device: torch.device) -> Tensor | None:
         """What a loss is multiplied with before its backward pass, a scalar on ``device``; ``None`` without scaling."""

@@ -138,9 +138,11 @@ class MeshStrategy(CheckpointStrategy):
             self.model_parallel.attach_optimizer(optimizer, wrapper)
 
     def _attach_precision(self, trainer: Any) -> None:
+        assert self.mesh is not None
         plugin = self.precision_plugin
         if isinstance(plugin, MeshMixedPrecision):
-            plugin.attach(dist.group.WORLD if self.world_size > 1 else None, self._stepped)
+            group = dist.group.WORLD if self.world_size > 1 else None
+            plugin.attach(group, self._stepped, self.mesh.size("data_parallel"))
             self._let_go = compat.hold_schedulers(trainer, lambda: plugin.skipped)
 
     def _use_current_parameters(
