@@ -310,6 +310,35 @@ def test_manual_optimization_skips_one_of_two_optimizers(zero_stage: int) -> Non
         assert steps == 5 and finite
 
 
+def test_clipping_by_hand_clips_what_is_unscaled() -> None:
+    class Clips(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, _: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.layer(batch[0]).float().pow(2).mean())
+            self.clip_gradients(optimizer, 0.1, "norm")
+            optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    def train(rank: int, precision: str) -> float:
+        torch.manual_seed(0)
+        module = Clips()
+        before = module.layer.weight.detach().clone()
+        loader = DataLoader(TensorDataset(torch.randn(16, 8)), batch_size=4)
+        trainer(Hybrid3DStrategy(), 2, precision=precision).fit(module, loader)
+        return float((module.layer.weight - before).norm())
+
+    half, full = (run_ranks(2, lambda rank, p=p: train(rank, p)) for p in ("16-mixed", "32-true"))
+    assert half == pytest.approx(full, rel=1e-2)
+
+
 def test_a_scale_of_the_users_own_is_taken_over() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
 

@@ -194,3 +194,34 @@ def test_two_runs_are_equal_bit_for_bit(layout: str) -> None:
     for (losses, params), (again, params_again) in zip(run_ranks(ranks, fit), run_ranks(ranks, fit), strict=True):
         assert losses == again and len(set(losses)) == 12
         assert all(torch.equal(a, b) for a, b in zip(params, params_again, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2-pp2"])
+def test_attention_of_torch_is_the_same_when_it_is_computed_again(layout: str) -> None:
+    """Also as the last of a block, where a checkpoint leaves it by an exception once it has computed enough."""
+    ranks, tensor, stages, arguments = LAYOUTS[layout]
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(16)
+            self.attention = nn.MultiheadAttention(16, 4, dropout=0.5, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x)
+            return x + self.attention(y, y, y, need_weights=False)[0]
+
+    def fit(rank: int, recompute: bool) -> list[float]:
+        pl.seed_everything(3, verbose=False)
+        module, seen = Drops(recompute), []
+        module.blocks = nn.ModuleList(Attends() for _ in range(2))
+        module.on_before_optimizer_step = lambda _: seen.append(float(module.trainer.strategy.grad_norm()))
+        module.on_train_batch_end = lambda outputs, *_: seen.append(float(outputs["loss"]))
+        strategy = Hybrid3DStrategy(tensor_parallel_size=tensor, pipeline_parallel_size=stages, **arguments)
+        loader = DataLoader(TensorDataset(torch.randn(4 * 3, 5, 16)), batch_size=4)
+        trainer(strategy, ranks, precision="64-true").fit(module, loader)
+        return seen
+
+    once = run_ranks(ranks, lambda rank: fit(rank, False))
+    for alone, again in zip(once, run_ranks(ranks, lambda rank: fit(rank, True)), strict=True):
+        assert again == pytest.approx(alone, rel=1e-12)

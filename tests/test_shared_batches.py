@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import UserDict, namedtuple
+from collections import UserDict, defaultdict, namedtuple
 from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -164,11 +165,23 @@ def test_batches_of_many_kinds_arrive_as_they_are() -> None:
         Bag(x=torch.ones(4, 6), more={"ids": torch.tensor([[1, 2]], dtype=torch.int8), "y": torch.ones(1).double()}),
         {"x": torch.ones(4, 6), "pair": Pair(torch.zeros(0, 3), [torch.tensor(True)]), "tuple": (1, "c")},
         {"x": torch.ones(4, 6), "sample": Sample(torch.ones(2).bfloat16(), "d")},
+        {
+            "x": torch.ones(4, 6),
+            "float": numpy.float64(0.5),
+            "array": numpy.arange(3, dtype=numpy.int16),
+            "bytes": b"e\0f",
+            "default": defaultdict(list, a=[1]),
+            "short": torch.tensor([[-5], [300]], dtype=torch.int16),
+        },
     ]
 
     def train(rank: int) -> Any:
         module, _ = fit(rank, "tp2", lambda: DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
         types = [type(batch).__name__ for batch in module.seen]
+        last = next(b for b in module.seen if "short" in b)
+        assert last["float"] == 0.5 and last["array"].tolist() == [0, 1, 2]
+        assert last["bytes"] == b"e\0f" and dict(last["default"]) == {"a": [1]}
+        assert last["short"].dtype == torch.int16 and last["short"].tolist() == [[-5], [300]]
         first, second, third, fourth = (
             next(b for b in module.seen if key in b) for key in ("names", "more", "pair", "sample")
         )
@@ -238,6 +251,7 @@ class Strange(Counted):
     [
         (lambda: DataLoader(Broken(), batch_size=4), "no such file"),
         (lambda: DataLoader(Strange(), batch_size=None), "has a object, which cannot be sent to the others"),
+        (lambda: DataLoader([torch.eye(6).to_sparse()], batch_size=None), "tensor that is torch.sparse_coo"),
     ],
 )
 def test_failures_of_the_one_rank_end_all(data: Any, words: str) -> None:

@@ -207,6 +207,7 @@ class Wrong(Texts):
             "num_tokens='many'; it has to be a whole number",
         ),
         (lambda rank, step, loss: {"loss": loss, "num_tokens": 0}, "must be positive"),
+        (lambda rank, step, loss: {"loss": loss, "num_tokens": loss * float("inf")}, "must be positive and finite"),
         (lambda rank, step, loss: {"loss": loss, "num_tokens": 9 - 12 * rank}, "1 of them a negative number"),
         (lambda rank, step, loss: {"loss": loss, "num_tokens": 3} if rank else loss, "on rank 1 only"),
         (
@@ -214,7 +215,7 @@ class Wrong(Texts):
             "in the first step, but not now",
         ),
     ],
-    ids=["no sum", "no number", "zero", "negative", "one rank", "at times"],
+    ids=["no sum", "no number", "zero", "infinite", "negative", "one rank", "at times"],
 )
 @pytest.mark.parametrize("stages", [1, 2])
 def test_counts_that_cannot_be(wrong: Any, words: str, stages: int) -> None:

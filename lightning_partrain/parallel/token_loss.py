@@ -8,6 +8,8 @@ pass either. So losses are divided by the number that the window before had, and
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -39,15 +41,15 @@ def loss_and_count(output: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         )
     if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex() and count.dtype != torch.bool:
         return loss, count.detach().reshape(()).to(loss.device, torch.float64)
-    if isinstance(count, int) and not isinstance(count, bool):
-        return loss, torch.full((), count, dtype=torch.float64, device=loss.device)
+    if isinstance(count, numbers.Integral) and not isinstance(count, bool):
+        return loss, torch.full((), int(count), dtype=torch.float64, device=loss.device)
     raise ValueError(f"training_step returned {COUNT}={count!r}; it has to be a whole number or a tensor of one.")
 
 
 def mean(output: Any) -> dict[str, Any]:
     """``output`` with the mean in place of the sum; without tokens, the sum itself, which is zero then."""
     loss, count = loss_and_count(output)
-    return {**output, "loss": loss / count.clamp(min=1.0).to(loss.dtype)}
+    return {**output, "loss": (loss.double() / count.clamp(min=1.0)).to(loss.dtype)}  # counts are large for 16 bits
 
 
 def joined(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -152,7 +154,7 @@ class TokenLoss:
         assert self._reference is not None
         self._reduce(self._window)
         tokens = self._window[0]
-        factor = torch.where(tokens > 0, self._reference * accumulate / tokens, 0.0)
+        factor = torch.where((tokens > 0) & tokens.isfinite(), self._reference * accumulate / tokens, 0.0)
         scale_gradients(parameters, factor)
         self._look_at(self._window)
         self._reference = (tokens / self._passes).clamp(min=1.0)
@@ -178,9 +180,9 @@ class TokenLoss:
     @staticmethod
     def _check(window: Tensor) -> None:
         tokens, negative = window.tolist()
-        if negative or not tokens > 0:
+        if negative or not 0 < tokens < math.inf:
             raise ValueError(
-                f"The {COUNT} of a global batch must be positive, but the micro-batches of all data-parallel ranks had {tokens:.0f} together"
+                f"The {COUNT} of a global batch must be positive and finite, but the micro-batches of all data-parallel ranks had {tokens:.0f} together"
                 + (f", and {negative:.0f} of them a negative number." if negative else ".")
                 + " Leave batches without labels out of the data."
             )

@@ -48,6 +48,7 @@ class MeshMixedPrecision(MixedPrecision):
             scaler = compat.LocalGradScaler.like(scaler, device)
         super().__init__(precision, device, scaler)
         self.skipped = False
+        self._unscaled: list[torch.optim.Optimizer] = []
         self._warned = False
 
     def attach(self, group: dist.ProcessGroup | None, stepped: Callable[[Tensor], Tensor], replicas: int) -> None:
@@ -79,11 +80,12 @@ class MeshMixedPrecision(MixedPrecision):
         if result is None and model.automatic_optimization:  # training_step gave no loss
             return result
         assert isinstance(self.scaler, compat.LocalGradScaler)
-        self.scaler.unscale_(compat.unwrap_optimizer(optimizer))
+        self._unscale(compat.unwrap_optimizer(optimizer))
         self._after_closure(model, optimizer)
         self.skipped = self.scaler.found_nonfinite()
         output = None if self.skipped else optimizer.step(**kwargs)
         self.scaler.update()
+        self._unscaled.clear()
         if self.skipped:
             self._look_at_scale()
         return output
@@ -98,7 +100,14 @@ class MeshMixedPrecision(MixedPrecision):
                 "loss and the learning rate, or use precision='bf16-mixed'."
             )
 
+    def _unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Once between two steps of ``optimizer``."""
+        if self.scaler is not None and optimizer not in self._unscaled:
+            self.scaler.unscale_(optimizer)
+            self._unscaled.append(optimizer)
+
     def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self._unscale(compat.unwrap_optimizer(optimizer))  # under manual optimization the step has not done so yet
         Precision.clip_gradients(
             self, optimizer, *args, **kwargs
         )  # also for fused optimizers, which unscale nothing here

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -64,7 +65,11 @@ def _build_mapping(label: str, parts: list[Any]) -> Any:
     if not issubclass(kind, Mapping):
         raise TypeError(f"{kind.__name__} is no mapping.")
     half = len(parts) // 2
-    return kind(dict(zip(parts[:half], parts[half:], strict=True)))
+    items = dict(zip(parts[:half], parts[half:], strict=True))
+    if issubclass(kind, defaultdict):
+        return kind(None, items)
+    build: Any = kind
+    return build(items)
 
 
 def _build_tuple(label: str, parts: list[Any]) -> Any:
@@ -84,6 +89,16 @@ def _build_dataclass(label: str, parts: list[Any]) -> Any:
 
 #: What batches are made of, beside what all messages are.
 KINDS = {
+    "bytes": Kind(
+        lambda v: type(v) is bytes and len(v) > 0,
+        lambda v: (None, [torch.frombuffer(bytearray(v), dtype=torch.uint8)]),
+        lambda _, parts: parts[0].numpy().tobytes(),
+    ),
+    "array": Kind(  # of numpy, by its name, so that it need not be there
+        lambda v: type(v).__module__ == "numpy" and getattr(getattr(v, "dtype", None), "kind", "") in tuple("biuf"),
+        lambda v: (v.ndim == 0, [torch.as_tensor(v)]),
+        lambda scalar, parts: parts[0].numpy()[()] if scalar else parts[0].numpy(),
+    ),
     "mapping": Kind(
         lambda v: isinstance(v, Mapping),
         lambda v: (_label(v), [*v.keys(), *(v[key] for key in v)]),

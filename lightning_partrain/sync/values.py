@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,11 @@ KEPT = 256
 
 #: Whole numbers up to this size are exact as floating-point ones.
 EXACT = 2**53
+
+
+#: Types that gloo and NCCL send.
+SENT = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
+SENT |= {torch.complex64, torch.complex128}
 
 
 @dataclass(frozen=True)
@@ -113,17 +119,20 @@ class Values:
         def pack(values: Any) -> list[Any]:
             return [self._pack(each, tensors, numbers) for each in values]
 
-        if isinstance(value, Tensor) and value.layout is torch.strided:
+        if isinstance(value, Tensor) and not (value.layout is torch.strided and not value.is_nested):
+            return {"refused": f"tensor that is {'nested' if value.is_nested else str(value.layout)}"}
+        if isinstance(value, Tensor):
             value = value.detach()
             tensors.append(value.contiguous())
             return {"tensor": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
         if isinstance(value, bool) or value is None or isinstance(value, str):
             return value
-        if isinstance(value, int) and abs(value) > EXACT:
-            return {"int": str(value)}
-        if isinstance(value, (int, float)):  # a number that changes is no part of the text
+        number = isinstance(value, (int, float)) and not isinstance(value, enum.Enum)
+        if number and isinstance(value, int) and abs(value) > EXACT:
+            return {"int": str(int(value))}
+        if number:  # one that changes is no part of the text
             numbers.append(value)
-            return {"number": type(value).__name__}
+            return {"number": "int" if isinstance(value, int) else "float"}
         if type(value) is dict:
             return {"keys": pack(value), "values": pack(value.values())}
         if type(value) in (list, tuple):
@@ -161,7 +170,8 @@ class Values:
 
 
 def _as_sent(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+    """As a type that backends know."""
+    return tensor if tensor.dtype in SENT else tensor.view(-1).view(torch.uint8)
 
 
 def _shapes(packed: Any) -> list[tuple[list[int], torch.dtype]]:

@@ -27,6 +27,10 @@ class RankStream:
             self._common = torch_states()
             seed_torch(seed + self._rank)
 
+    def forget(self) -> None:
+        """Whatever a step that failed has left behind."""
+        self._common = None
+
     def leave(self) -> None:
         """Tensors are whole again."""
         if self._common is not None:

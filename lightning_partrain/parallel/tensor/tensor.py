@@ -50,12 +50,14 @@ class CutForward:
             return self.style.forward(self.module, self.group, *args, **kwargs)
         if self.style.draws:
             self.stream.enter()
-        elif self.style.closes:
+            try:  # a checkpoint that has computed enough again leaves by an exception
+                return self.style.forward(self.module, self.group, *args, **kwargs)
+            finally:
+                self.stream.leave()
+        if self.style.closes:
             self.stream.leave()
         output = self.style.forward(self.module, self.group, *args, **kwargs)
-        if self.style.draws:
-            self.stream.leave()
-        elif self.style.opens:
+        if self.style.opens:
             self.stream.enter()
         return output
 
@@ -198,6 +200,7 @@ class TensorParallel:
     def begin_step(self) -> None:
         """Before each training step."""
         self._steps += 1
+        self._stream.forget()
         if self._steps > 1 and self.is_time_to_look():
             for check in self._checks:
                 check.arm()
