@@ -519,9 +519,15 @@ class LocalGradScaler(torch.amp.GradScaler):
         """A sample's gradients are as large as in one process with the global batch: not larger for being in a small batch."""
         return super().scale(outputs) / self._replicas
 
-    def found_nonfinite(self) -> bool:
-        """Whether the gradients unscaled last are not finite on some rank. Waits for the device."""
-        return self._found is not None and bool(self._found.item())
+    def found(self) -> Tensor:
+        """Whether gradients unscaled last are not finite on some rank: a scalar, 0 or 1."""
+        return self._found if self._found is not None else torch.zeros(())
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """torch's, which raises when no optimizer's gradients were looked at since the last one."""
+        looked = self.is_enabled() and any(s["found_inf_per_device"] for s in self._per_optimizer_states.values())
+        if looked or new_scale is not None:
+            super().update(new_scale)
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

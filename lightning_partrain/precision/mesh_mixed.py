@@ -48,7 +48,10 @@ class MeshMixedPrecision(MixedPrecision):
             scaler = compat.LocalGradScaler.like(scaler, device)
         super().__init__(precision, device, scaler)
         self.skipped = False
-        self._unscaled: list[torch.optim.Optimizer] = []
+        self._found: dict[
+            torch.optim.Optimizer, Tensor
+        ] = {}  # whose gradients are unscaled: whether some are not finite
+        self._stepped: set[torch.optim.Optimizer] = set()  # since the scale was updated
         self._warned = False
 
     def attach(self, group: dist.ProcessGroup | None, stepped: Callable[[Tensor], Tensor], replicas: int) -> None:
@@ -76,19 +79,35 @@ class MeshMixedPrecision(MixedPrecision):
             raise MisconfigurationException(
                 "LBFGS computes the loss several times a step, which a loss scale cannot follow. Use precision='bf16-mixed'."
             )
+        optimizer = compat.unwrap_optimizer(optimizer)
         result = closure()
         if result is None and model.automatic_optimization:  # training_step gave no loss
             return result
-        assert isinstance(self.scaler, compat.LocalGradScaler)
-        self._unscale(compat.unwrap_optimizer(optimizer))
+        self._unscale(optimizer)
         self._after_closure(model, optimizer)
-        self.skipped = self.scaler.found_nonfinite()
+        self.skipped = bool(self._found[optimizer].item())
         output = None if self.skipped else optimizer.step(**kwargs)
-        self.scaler.update()
-        self._unscaled.clear()
-        if self.skipped:
-            self._look_at_scale()
+        self._stepped.add(optimizer)
+        if model.automatic_optimization:
+            self.update_scale()
         return output
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        self.update_scale()
+        return super().pre_backward(tensor, module)
+
+    def update_scale(self) -> None:
+        """After the steps of all optimizers whose losses had the same scale: under manual optimization before the next loss is
+        scaled, or when ``training_step`` ends."""
+        if self.scaler is None or not self._stepped:
+            return
+        skipped = any(bool(self._found[optimizer].item()) for optimizer in self._stepped)
+        self.scaler.update()
+        for optimizer in self._stepped:
+            del self._found[optimizer]
+        self._stepped.clear()
+        if skipped:
+            self._look_at_scale()
 
     def _look_at_scale(self) -> None:
         assert self.scaler is not None
@@ -101,13 +120,12 @@ class MeshMixedPrecision(MixedPrecision):
             )
 
     def _unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Once between two steps of ``optimizer``."""
-        if self.scaler is not None and optimizer not in self._unscaled:
+        """Once for each step of ``optimizer``."""
+        if isinstance(self.scaler, compat.LocalGradScaler) and optimizer not in self._found:
             self.scaler.unscale_(optimizer)
-            self._unscaled.append(optimizer)
+            self._found[optimizer] = self.scaler.found()
 
     def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self._unscale(compat.unwrap_optimizer(optimizer))  # under manual optimization the step has not done so yet
-        Precision.clip_gradients(
-            self, optimizer, *args, **kwargs
-        )  # also for fused optimizers, which unscale nothing here
+        # not Lightning's, which refuses fused optimizers: they unscale nothing here
+        Precision.clip_gradients(self, optimizer, *args, **kwargs)

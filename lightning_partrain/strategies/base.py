@@ -318,6 +318,10 @@ class MeshStrategy(CheckpointStrategy):
             compat.uncount_step(self.lightning_module.trainer)
         return output
 
+    def post_training_step(self) -> None:
+        if isinstance(self.precision_plugin, MeshMixedPrecision):
+            self.precision_plugin.update_scale()
+
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the whole model's gradients, equal on every rank; for ``on_before_optimizer_step`` and the like.
 
