@@ -51,7 +51,7 @@ class MeshMixedPrecision(MixedPrecision):
         self._found: dict[
             torch.optim.Optimizer, Tensor
         ] = {}  # whose gradients are unscaled: whether some are not finite
-        self._stepped: set[torch.optim.Optimizer] = set()  # since the scale was updated
+        self._stepped: dict[torch.optim.Optimizer, bool] = {}  # since the scale was updated: whether it was skipped
         self._warned = False
 
     def attach(self, group: dist.ProcessGroup | None, stepped: Callable[[Tensor], Tensor], replicas: int) -> None:
@@ -87,7 +87,7 @@ class MeshMixedPrecision(MixedPrecision):
         self._after_closure(model, optimizer)
         self.skipped = bool(self._found[optimizer].item())
         output = None if self.skipped else optimizer.step(**kwargs)
-        self._stepped.add(optimizer)
+        self._stepped[optimizer] = self.skipped
         if model.automatic_optimization:
             self.update_scale()
         return output
@@ -101,7 +101,7 @@ class MeshMixedPrecision(MixedPrecision):
         scaled, or when ``training_step`` ends."""
         if self.scaler is None or not self._stepped:
             return
-        skipped = any(bool(self._found[optimizer].item()) for optimizer in self._stepped)
+        skipped = any(self._stepped.values())
         self.scaler.update()
         for optimizer in self._stepped:
             del self._found[optimizer]
