@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "FakeTensorMode",
@@ -55,6 +56,7 @@ __all__ = [
     "default_store",
     "fill_unused_gradients",
     "forget_epoch_ends",
+    "fsdp_follow_requires_grad",
     "fsdp_forget_gradients",
     "fsdp_gather_for_methods",
     "fsdp_gathered",
@@ -263,6 +265,21 @@ def fsdp_params(root: nn.Module) -> list[Any]:
         for group in fsdp_param_groups(module)
         for param in group.fsdp_params
     ]
+
+
+def fsdp_follow_requires_grad(module: nn.Module) -> RemovableHandle:
+    """Let gathered parameters of ``module`` require a gradient when the optimizer's do, in every call.
+
+    FSDP2 (torch 2.13) looks when it gathers, but those of a module that was frozen in a backward pass stay gathered after it.
+    """
+
+    def follow(*_: Any) -> None:
+        for param in fsdp_params(module):
+            gathered = getattr(param, "_unsharded_param", None)
+            if gathered is not None and gathered.requires_grad != param.sharded_param.requires_grad:
+                gathered.requires_grad_(param.sharded_param.requires_grad)
+
+    return module.register_forward_pre_hook(follow, prepend=True)
 
 
 def fsdp_outermost(module: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:

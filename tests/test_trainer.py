@@ -103,6 +103,38 @@ def test_gan_with_manual_optimization(stage: int) -> None:
     same_everywhere(build, stage)
 
 
+class Alternating(pl.LightningModule):
+    """One loss through two layers, of which one is frozen in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.first, self.second = nn.Linear(12, 9), nn.Linear(9, 5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            loss = F.cross_entropy(self.second(torch.tanh(self.first(batch[0]))), batch[1])
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(layer.parameters(), lr=1e-2) for layer in (self.first, self.second)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_layers_of_one_loss_that_are_frozen_in_turn(stage: int) -> None:
+    def build(rank: int, ranks: int, strategy: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        module = Alternating()
+        trainer(strategy, ranks, precision="64-true", max_epochs=2).fit(module, shares(data(), rank, ranks))
+        return states(module)
+
+    same_everywhere(build, stage)
+
+
 class ManualAccumulation(OddSizes):
     """Accumulates by hand without sync, and throws away what it accumulated every third batch."""
 

@@ -110,6 +110,8 @@ class FullyShardedModel(ReplicatedModel):
         super().__init__(module, mesh, reduce, training, absent, fused)
         if training:
             self._watch_zero_grad()
+        if training and not automatic:  # optimizers are toggled within a step
+            self._handles += [compat.fsdp_follow_requires_grad(root) for root in self._roots]
 
     def _make_reducer(self) -> GradientReducer:
         for module in self.module.modules():
