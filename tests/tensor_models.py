@@ -161,10 +161,6 @@ def _transformers(build: Any, loss: Any) -> Case:
 TENSOR_CASES: dict[str, Case] = {
     "gpt8": Case(EightHeads, tokens=True),
     "llama8": _transformers(lm("LlamaConfig", **SMALL, num_attention_heads=8, num_key_value_heads=4), causal),
-    # attention that returns its weights, of which each rank has some heads
-    "llama_eager": _transformers(
-        lm("LlamaConfig", **SMALL, num_attention_heads=4, num_key_value_heads=4, attn_implementation="eager"), causal
-    ),
     "gpt2h4": _transformers(
         lm(
             "GPT2Config",
@@ -192,4 +188,8 @@ TENSOR_CASES: dict[str, Case] = {
     "mlp": Case(MLP),
     "fused": Case(FusedAndTied, tokens=True),
     "translator": Case(Translator, tokens=True),
+    # attention that returns its weights, of which each rank has some heads
+    "llama_eager": _transformers(
+        lm("LlamaConfig", **SMALL, num_attention_heads=4, num_key_value_heads=4, attn_implementation="eager"), causal
+    ),
 }

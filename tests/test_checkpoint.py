@@ -97,8 +97,17 @@ PAIRS = [("plain", to) for to in LAYOUTS if to != "plain"] + [
 ]
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda x: x)
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+#: By default each pair with one of the optimizers, in turn.
+RESUMED = [
+    pytest.param(
+        *pair, optimizer, marks=() if number % 2 == turn else pytest.mark.slow, id="-".join((*pair, optimizer))
+    )
+    for number, pair in enumerate(PAIRS)
+    for turn, optimizer in enumerate(("adamw", "sgd"))
+]
+
+
+@pytest.mark.parametrize(("source", "target", "optimizer"), RESUMED)
 def test_resume_in_another_layout_equals_the_uninterrupted_run(
     source: str, target: str, optimizer: str, tmp_path: Path
 ) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_partrain.parallel.pipeline import batch
 from lightning_partrain.parallel.pipeline.cut import Flow, choose_cut, extend_cut, parameter_stages
-from lightning_partrain.parallel.pipeline.record import CannotCutError, record
-from lightning_partrain.parallel.pipeline.units import block_lists, find_units
+from lightning_partrain.parallel.pipeline.record import record
+from lightning_partrain.parallel.pipeline.units import CannotCutError, block_lists, find_units
 
 Point = namedtuple("Point", ["x", "y"])
 

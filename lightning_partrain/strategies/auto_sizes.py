@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 from lightning_partrain.mesh import ParallelSizes
 from lightning_partrain.parallel.fully_shard import find_blocks
 from lightning_partrain.parallel.pipeline.cut import choose_cut
-from lightning_partrain.parallel.pipeline.record import CannotCutError
-from lightning_partrain.parallel.pipeline.units import find_units
+from lightning_partrain.parallel.pipeline.units import CannotCutError, find_units
 from lightning_partrain.parallel.tensor.plan import Plan, cut_parameters, regions, resolve, together
 
 #: The part of the memory that the model's state may fill; the rest is for activations and the libraries.

@@ -16,7 +16,8 @@ from lightning_partrain.numerics import StageNorm
 from lightning_partrain.parallel.buffers import SharedBuffers
 from lightning_partrain.parallel.pipeline import batch as batches
 from lightning_partrain.parallel.pipeline import state
-from lightning_partrain.parallel.pipeline.pipeline import Pipeline, Split
+from lightning_partrain.parallel.pipeline.cut import Split
+from lightning_partrain.parallel.pipeline.pipeline import Pipeline
 from lightning_partrain.parallel.pipeline.schedule import Schedule
 from lightning_partrain.parallel.pipeline.tied import TiedGradients
 from lightning_partrain.precision.mesh_mixed import MeshMixedPrecision

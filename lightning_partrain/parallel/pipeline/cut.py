@@ -12,12 +12,44 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
-from lightning_partrain.parallel.pipeline.record import CannotCutError, Leaf, Recording
+from lightning_partrain.parallel.pipeline.record import Leaf, Recording
 from lightning_partrain.parallel.pipeline.sources import Source
-from lightning_partrain.parallel.pipeline.units import Unit
+from lightning_partrain.parallel.pipeline.units import CannotCutError, Unit
+
+
+@dataclass(frozen=True)
+class Split:
+    """``pipeline_split``: the list of blocks to cut, and the numbers of the blocks that begin a stage."""
+
+    blocks: str | None = None
+    at: tuple[int, ...] | None = None
+
+    @classmethod
+    def parse(cls, value: Any) -> Split:
+        """From ``"auto"`` or ``{"blocks": "model.layers", "at": [3, 7]}``, both keys optional.
+
+        Raises:
+            ValueError: for anything else.
+        """
+        if value == "auto":
+            return cls()
+        if not isinstance(value, Mapping) or not value or not value.keys() <= {"blocks", "at"}:
+            raise ValueError(
+                f"pipeline_split must be 'auto' or a mapping with 'blocks' and 'at', such as {{'blocks': 'model.layers', 'at': [3, 7]}}, "
+                f"not {value!r}."
+            )
+        at = value.get("at")
+        if at is not None and (
+            isinstance(at, str) or not all(isinstance(n, int) and not isinstance(n, bool) for n in at)
+        ):
+            raise ValueError(f"pipeline_split 'at' must be a list of block numbers, not {at!r}.")
+        if at is not None and len(set(at)) != len(at):
+            raise ValueError(f"pipeline_split at={list(at)} names a block twice; each number begins one stage.")
+        return cls(value.get("blocks"), None if at is None else tuple(at))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,17 +21,18 @@ from lightning_partrain.parallel.pipeline import batch as batches
 from lightning_partrain.parallel.pipeline.cut import (
     Cut,
     Flow,
+    Split,
     buffer_stages,
     choose_cut,
     extend_cut,
     parameter_stages,
 )
-from lightning_partrain.parallel.pipeline.record import CannotCutError, Recording, record
+from lightning_partrain.parallel.pipeline.record import Recording, record
 from lightning_partrain.parallel.pipeline.results import LogBook, loggers_of_a_step, messages, share_metrics
 from lightning_partrain.parallel.pipeline.schedule import Schedule, build_schedule, run_one_stage
 from lightning_partrain.parallel.pipeline.sources import digest
 from lightning_partrain.parallel.pipeline.stage import Stage, empty_of_numbers
-from lightning_partrain.parallel.pipeline.units import Unit, block_lists, find_units
+from lightning_partrain.parallel.pipeline.units import CannotCutError, Unit, block_lists, find_units
 from lightning_partrain.parallel.random_states import seeded
 
 Context = Callable[[], Any]
@@ -42,37 +42,6 @@ PER_STAGE = 4
 
 #: Schedules with their receive buffers are kept for so many shapes of batches.
 KEPT = 16
-
-
-@dataclass(frozen=True)
-class Split:
-    """``pipeline_split``: the list of blocks to cut, and the numbers of the blocks that begin a stage."""
-
-    blocks: str | None = None
-    at: tuple[int, ...] | None = None
-
-    @classmethod
-    def parse(cls, value: Any) -> Split:
-        """From ``"auto"`` or ``{"blocks": "model.layers", "at": [3, 7]}``, both keys optional.
-
-        Raises:
-            ValueError: for anything else.
-        """
-        if value == "auto":
-            return cls()
-        if not isinstance(value, Mapping) or not value or not value.keys() <= {"blocks", "at"}:
-            raise ValueError(
-                f"pipeline_split must be 'auto' or a mapping with 'blocks' and 'at', such as {{'blocks': 'model.layers', 'at': [3, 7]}}, "
-                f"not {value!r}."
-            )
-        at = value.get("at")
-        if at is not None and (
-            isinstance(at, str) or not all(isinstance(n, int) and not isinstance(n, bool) for n in at)
-        ):
-            raise ValueError(f"pipeline_split 'at' must be a list of block numbers, not {at!r}.")
-        if at is not None and len(set(at)) != len(at):
-            raise ValueError(f"pipeline_split at={list(at)} names a block twice; each number begins one stage.")
-        return cls(value.get("blocks"), None if at is None else tuple(at))
 
 
 class Pipeline:

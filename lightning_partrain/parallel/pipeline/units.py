@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from torch import nn
 
 
+class CannotCutError(ValueError):
+    """The step does something that stages on several ranks cannot do; the message says what and the way out."""
+
+
 @dataclass(frozen=True)
 class Unit:
     """``block`` is the name of the list that the unit is a member of, or ``None``."""
