@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pickle
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
@@ -39,6 +43,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
+    "DCP_METADATA",
     "FakeTensorMode",
     "LocalGradScaler",
     "PrefetchDataFetcher",
@@ -76,6 +81,7 @@ __all__ = [
     "tree_unflatten",
     "uncount_step",
     "unwrap_optimizer",
+    "write_dcp_metadata",
 ]
 
 
@@ -502,6 +508,34 @@ def check_indices(indices: Tensor, size: int) -> None:
         raise IndexError(
             f"Index out of range: an embedding of {size} rows got indices from {int(indices.min())} to {int(indices.max())}."
         )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch: distributed checkpoints
+# ---------------------------------------------------------------------------------------------------------------------
+
+#: torch 2.13's name for the file that says where everything is.
+DCP_METADATA = ".metadata"
+
+
+def write_dcp_metadata(folder: Path, tensors: Mapping[str, Any]) -> None:
+    """Make ``folder`` one that ``torch.distributed.checkpoint`` reads.
+
+    Args:
+        tensors: name -> ``shape``, ``dtype``, and ``blocks`` with ``offsets``, ``sizes``, ``file``, ``begin`` and ``length``.
+    """
+    described: dict[str, Any] = {}
+    stored = {}
+    for name, tensor in tensors.items():
+        chunks = [dcp.ChunkStorageMetadata(torch.Size(b["offsets"]), torch.Size(b["sizes"])) for b in tensor["blocks"]]
+        properties = dcp.TensorProperties(dtype=getattr(torch, tensor["dtype"]))
+        described[name] = dcp.TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)
+        for chunk, block in zip(chunks, tensor["blocks"], strict=True):
+            stored[dcp.MetadataIndex(name, chunk.offsets)] = _StorageInfo(
+                block["file"], block["begin"], block["length"]
+            )
+    with open(folder / DCP_METADATA, "wb") as file:
+        pickle.dump(dcp.Metadata(described, storage_data=stored), file)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ ARGUMENTS = {
     "schedule": "1f1b",
     "pipeline_split": "auto",
     "share_batches": False,
+    "checkpoint_format": "full",
     "memory_limit": None,
     "process_group_backend": None,
     "timeout": 1800.0,

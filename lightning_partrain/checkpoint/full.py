@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_partrain.numerics import as_dtensor, local_tensor
 from lightning_partrain.parallel.optimizer import is_elementwise
-from lightning_partrain.parallel.placement import Fused, local_part_of, whole
+from lightning_partrain.parallel.placement import Entry, Fused, local_part_of, whole
 
 #: What this package adds to a checkpoint.
 KEY = "lightning_partrain"
@@ -68,6 +68,29 @@ def full_optimizer_state(
         return {}
     groups = optimizer.state_dict()["param_groups"]
     return {"state": state, "param_groups": groups}
+
+
+def held_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    stepped: Callable[[Tensor], Tensor] = lambda param: param,
+    fused: Callable[[Tensor], Fused | None] = _not_fused,
+) -> dict[str, Any]:
+    """The same with what this rank holds of each tensor. No communication."""
+
+    def held(value: Any, param: Tensor, of: Tensor) -> Any:
+        if isinstance(param, DTensor) and _is_rows(value, param):
+            value = as_dtensor(value, param)
+        if not isinstance(value, Tensor):
+            return value
+        return Entry.of(value, fused(of) if value.shape == param.shape else None)
+
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state = {
+        index: {key: held(value, stepped(param), param) for key, value in optimizer.state[param].items()}
+        for index, param in enumerate(params)
+        if param in optimizer.state
+    }
+    return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
 
 
 def load_full_optimizer_state(

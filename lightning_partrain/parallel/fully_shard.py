@@ -247,6 +247,10 @@ class FullyShardedModel(ReplicatedModel):
         self._reshard()
         return super().state_dict(keep)
 
+    def held_state(self) -> dict[str, Any]:
+        self._reshard()
+        return super().held_state()
+
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
         self._reshard()
         super().load_state_dict(state_dict, strict)

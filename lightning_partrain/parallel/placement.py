@@ -29,15 +29,17 @@ class Fused:
     sizes: tuple[int, ...]
     ranks: int
 
+    def blocks(self) -> Iterator[tuple[int, int, int]]:
+        """(begin in the ranks' order, begin in the model's order, length) of each rank's part of each matrix."""
+        place = 0
+        for rank in range(self.ranks):
+            for number, size in enumerate(self.sizes):
+                length = size // self.ranks
+                yield place, sum(self.sizes[:number]) + rank * length, length
+                place += length
+
     def _order(self) -> Tensor:
-        starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
-        return torch.cat(
-            [
-                torch.arange(start + rank * (size // self.ranks), start + (rank + 1) * (size // self.ranks))
-                for rank in range(self.ranks)
-                for start, size in zip(starts, self.sizes, strict=True)
-            ]
-        )
+        return torch.cat([torch.arange(start, start + length) for _, start, length in self.blocks()])
 
     def by_rank(self, whole: Tensor) -> Tensor:
         """From the model's order."""
@@ -136,3 +138,52 @@ def without_shards(tensor: DTensor) -> Tensor:
     return DTensor.from_local(
         part, mesh[mesh.mesh_dim_names[axis]], [placement], run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A block of a whole tensor, in the model's own order.
+
+    Attributes:
+        offsets: where it begins.
+        tensor: its numbers, a view of the local part.
+    """
+
+    offsets: tuple[int, ...]
+    tensor: Tensor
+
+
+def pieces(tensor: Tensor, fused: Fused | None = None) -> list[Piece]:
+    """What this rank holds of a tensor: one block, or one of each matrix of a fused parameter. No communication."""
+    local = local_tensor(tensor)
+    if not isinstance(tensor, DTensor):
+        return [Piece((0,) * local.ndim, local)]
+    begin = [0] * tensor.ndim
+    for axis, dim, size in _cuts(tensor):
+        span = _span(size, tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis))
+        begin[dim] += span.start
+    if not local.numel():
+        return []
+    if fused is None:
+        return [Piece(tuple(begin), local)]
+    found, dim = [], fused.dim
+    first, last = begin[dim], begin[dim] + local.shape[dim]  # in the ranks' order
+    for ranks_start, start, length in fused.blocks():
+        low, high = max(first, ranks_start), min(last, ranks_start + length)
+        if low < high:
+            offsets = [*begin[:dim], start + low - ranks_start, *begin[dim + 1 :]]
+            found.append(Piece(tuple(offsets), local.narrow(dim, low - first, high - low)))
+    return found
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one rank holds of a tensor of the whole model."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: list[Piece]
+
+    @classmethod
+    def of(cls, tensor: Tensor, fused: Fused | None = None) -> Entry:
+        return cls(tuple(tensor.shape), tensor.dtype, pieces(tensor, fused))

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_partrain.mesh import ParallelMesh
 from lightning_partrain.numerics import as_dtensor, local_tensor
 from lightning_partrain.parallel.optimizer import LocalRows, around_step, is_elementwise, shard_state
-from lightning_partrain.parallel.placement import Fused, local_part_of, whole
+from lightning_partrain.parallel.placement import Entry, Fused, local_part_of, whole
 from lightning_partrain.sync.reducer import GradientReducer
 
 Reduce = Literal["window", "micro_batch"]
@@ -168,6 +168,13 @@ class ReplicatedModel:
             if keep:
                 complete[name] = full
         return complete
+
+    def held_state(self) -> dict[str, Entry | Any]:
+        """What this rank holds of the module's state, by name; what is no tensor is as it is. No communication."""
+        return {
+            name: Entry.of(value, self.fused.get(name)) if isinstance(value, Tensor) else value
+            for name, value in self.module.state_dict().items()
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
         now = self.module.state_dict()

@@ -26,7 +26,7 @@ from lightning_partrain.parallel.token_loss import TokenLoss
 from lightning_partrain.precision.mesh_mixed import MeshMixedPrecision
 from lightning_partrain.strategies import audit
 from lightning_partrain.strategies.batch_size import meaning
-from lightning_partrain.strategies.checkpoints import CheckpointStrategy
+from lightning_partrain.strategies.checkpoints import CheckpointStrategy, Format
 from lightning_partrain.strategies.metrics import MetricAgreement
 from lightning_partrain.strategies.peers import Peers
 
@@ -38,10 +38,16 @@ class MeshStrategy(CheckpointStrategy):
 
     Args:
         process_group_backend, timeout: see :class:`RankStrategy`.
+        checkpoint_format: see :class:`CheckpointStrategy`.
     """
 
-    def __init__(self, process_group_backend: str | None = None, timeout: timedelta | float = 1800.0) -> None:
-        super().__init__(process_group_backend, timeout)
+    def __init__(
+        self,
+        process_group_backend: str | None = None,
+        timeout: timedelta | float = 1800.0,
+        checkpoint_format: Format = "full",
+    ) -> None:
+        super().__init__(process_group_backend, timeout, checkpoint_format)
         self.metrics: MetricAgreement | None = None
         self._blocked = False
         self._step_hooks: list[RemovableHandle] = []

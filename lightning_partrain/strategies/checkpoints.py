@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_partrain import compat
-from lightning_partrain.checkpoint import full
+from lightning_partrain.checkpoint import full, sharded
 from lightning_partrain.parallel.buffers import SharedBuffers
 from lightning_partrain.parallel.placement import Fused
 from lightning_partrain.parallel.replicate import ReplicatedModel
@@ -31,17 +32,26 @@ SAVE_WAIT = timedelta(minutes=5)
 SAVE_WAIT_AFTER_ERROR = timedelta(seconds=5)
 
 
+Format = Literal["full", "sharded"]
+
+
 class CheckpointStrategy(RankStrategy):
     """Collects the state of a model that is laid out over ranks, and gives it back. Rank 0 writes.
 
     Args:
         process_group_backend, timeout: see :class:`RankStrategy`.
+        checkpoint_format: ``"full"`` or ``"sharded"``; either loads both.
     """
 
     buffers: SharedBuffers
 
-    def __init__(self, process_group_backend: str | None, timeout: timedelta | float) -> None:
+    def __init__(
+        self, process_group_backend: str | None, timeout: timedelta | float, checkpoint_format: Format = "full"
+    ) -> None:
         super().__init__(process_group_backend, timeout)
+        if checkpoint_format not in ("full", "sharded"):
+            raise ValueError(f"checkpoint_format={checkpoint_format!r} does not exist. Choose 'full' or 'sharded'.")
+        self.checkpoint_format = checkpoint_format
         self.model_parallel: ReplicatedModel | None = None
         self._stepped: Callable[[Tensor], Tensor] = lambda param: param
 
@@ -88,7 +98,11 @@ class CheckpointStrategy(RankStrategy):
         if self.model_parallel is None:
             return self.lightning_module.state_dict()
         self.buffers.share(with_batch_norm=True)
-        return self._whole_state()
+        return self._whole_state() if self.checkpoint_format == "full" else self._held_state()
+
+    def _held_state(self) -> dict[str, Any]:
+        assert self.model_parallel is not None
+        return self.model_parallel.held_state()
 
     def _whole_state(self) -> dict[str, Any]:
         assert self.model_parallel is not None
@@ -96,6 +110,8 @@ class CheckpointStrategy(RankStrategy):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         optimizer = compat.unwrap_optimizer(optimizer)
+        if self.checkpoint_format == "sharded":
+            return full.held_optimizer_state(optimizer, self._stepped, self.fused)
         return full.full_optimizer_state(optimizer, self._stepped, self.is_global_zero, self.fused)
 
     @staticmethod
@@ -110,7 +126,7 @@ class CheckpointStrategy(RankStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         path = self.broadcast(filepath)  # rank 0's: others may have formatted it from their own numbers
-        if not self.is_global_zero:
+        if not self.is_global_zero and self.checkpoint_format == "full":
             return
         groups = [
             [[_NAMES.get(p, "") for p in g["params"]] for g in compat.unwrap_optimizer(o).param_groups]
@@ -118,7 +134,16 @@ class CheckpointStrategy(RankStrategy):
         ]
         if type(self.precision_plugin) is MeshMixedPrecision and MeshMixedPrecision.__qualname__ in checkpoint:
             checkpoint[STATE_KEY] = checkpoint.pop(MeshMixedPrecision.__qualname__)
-        checkpoint[full.KEY] = full.describe(self.layout() if self.mesh else {}, groups)
+        layout = self.layout() if self.mesh else {}
+        checkpoint[full.KEY] = full.describe(layout, groups)
+        if self.checkpoint_format == "sharded":
+            if "://" in str(path):
+                raise ValueError(
+                    f"checkpoint_format='sharded' writes into a folder of this machine, not to {path}. Use 'full'."
+                )
+            entries, rest = sharded.take_apart(checkpoint)
+            sharded.save(Path(path), entries, rest, layout, self.global_rank, self.all_ranks)
+            return
         if type(self.checkpoint_io) is TorchCheckpointIO and "://" not in str(path) and storage_options is None:
             with full.replace_when_complete(path) as aside:
                 self.checkpoint_io.save_checkpoint(checkpoint, aside)
@@ -126,13 +151,18 @@ class CheckpointStrategy(RankStrategy):
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if sharded.is_sharded(checkpoint_path):
+            checkpoint = sharded.put_together(sharded.Reader(checkpoint_path))
+        else:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if type(self.precision_plugin) is MeshMixedPrecision and STATE_KEY in checkpoint:
             checkpoint[MeshMixedPrecision.__qualname__] = checkpoint.pop(STATE_KEY)
         return checkpoint
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        if self.is_global_zero:
+        if self.is_global_zero and sharded.is_sharded(filepath):
+            shutil.rmtree(filepath)
+        elif self.is_global_zero:
             self.checkpoint_io.remove_checkpoint(filepath)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

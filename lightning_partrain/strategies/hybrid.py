@@ -19,6 +19,7 @@ from lightning_partrain.parallel.replicate import Reduce, ReplicatedModel
 from lightning_partrain.parallel.shard import ShardedOptimizerModel
 from lightning_partrain.strategies import audit
 from lightning_partrain.strategies.auto_sizes import choose_sizes, device_memory, parse_memory
+from lightning_partrain.strategies.checkpoints import Format
 from lightning_partrain.strategies.loaders import same_length
 from lightning_partrain.strategies.shared_batches import KINDS, SharedLoader
 from lightning_partrain.strategies.tensor_parallel import TensorParallelStrategy
@@ -54,6 +55,8 @@ class Hybrid3DStrategy(TensorParallelStrategy):
         memory_limit: bytes of memory that a rank may use, or a text such as ``"24GiB"``; by default what its device has. Sizes
             that are ``"auto"`` are chosen so that the model fits; see :mod:`lightning_partrain.strategies.auto_sizes`.
         process_group_backend, timeout: see :class:`MeshStrategy`.
+        checkpoint_format: ``"full"``, one file that plain Lightning loads, or ``"sharded"``, a folder that all ranks write at once,
+            each what it holds. Every layout loads both.
 
     Raises:
         ValueError: for a size, stage or option that cannot be.
@@ -75,9 +78,16 @@ class Hybrid3DStrategy(TensorParallelStrategy):
         memory_limit: int | str | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float = 1800.0,
+        checkpoint_format: Format = "full",
     ) -> None:
         super().__init__(
-            tensor_parallel_plan, num_microbatches, schedule, pipeline_split, process_group_backend, timeout
+            tensor_parallel_plan,
+            num_microbatches,
+            schedule,
+            pipeline_split,
+            process_group_backend,
+            timeout,
+            checkpoint_format,
         )
         if zero_stage not in (0, 1, 2, 3) or isinstance(zero_stage, bool):
             raise ValueError(

@@ -20,9 +20,11 @@ from lightning_partrain.parallel.pipeline.cut import Split
 from lightning_partrain.parallel.pipeline.pipeline import Pipeline
 from lightning_partrain.parallel.pipeline.schedule import Schedule
 from lightning_partrain.parallel.pipeline.tied import TiedGradients
+from lightning_partrain.parallel.placement import Entry
 from lightning_partrain.precision.mesh_mixed import MeshMixedPrecision
 from lightning_partrain.strategies import audit
 from lightning_partrain.strategies.base import MeshStrategy
+from lightning_partrain.strategies.checkpoints import Format
 from lightning_partrain.strategies.first_batch import first_steps
 
 
@@ -34,6 +36,7 @@ class PipelinedStrategy(MeshStrategy):
     Args:
         num_microbatches, schedule, pipeline_split: see :class:`Hybrid3DStrategy`.
         process_group_backend, timeout: see :class:`RankStrategy`.
+        checkpoint_format: see :class:`CheckpointStrategy`.
     """
 
     def __init__(
@@ -43,8 +46,9 @@ class PipelinedStrategy(MeshStrategy):
         pipeline_split: Literal["auto"] | dict[str, Any],
         process_group_backend: str | None,
         timeout: timedelta | float,
+        checkpoint_format: Format,
     ) -> None:
-        super().__init__(process_group_backend, timeout)
+        super().__init__(process_group_backend, timeout, checkpoint_format)
         if num_microbatches != "auto" and (
             not isinstance(num_microbatches, int) or isinstance(num_microbatches, bool) or num_microbatches < 1
         ):
@@ -200,8 +204,21 @@ class PipelinedStrategy(MeshStrategy):
             return {}
         return state.collect(state.state_homes(self.pipeline), own, self._stage_host_group)
 
+    def _held_state(self) -> dict[str, Any]:
+        held = super()._held_state()
+        if self.pipeline is None or self.pipeline.stages == 1:
+            return held
+        # in the order and with the names of all, but without what lives elsewhere
+        absent = {
+            name
+            for name, param in self.pipeline.module.named_parameters(remove_duplicate=False)
+            if param in self.pipeline.absent
+        }
+        absent |= {name for name, home in self.pipeline.buffer_lives.items() if home != self.pipeline.index}
+        return {name: Entry(value.shape, value.dtype, []) if name in absent else value for name, value in held.items()}
+
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        if self._optimizer_homes is None or self._stage_host_group is None:
+        if self.checkpoint_format == "sharded" or self._optimizer_homes is None or self._stage_host_group is None:
             return super().optimizer_state(optimizer)
         optimizer = compat.unwrap_optimizer(optimizer)
         own = full.full_optimizer_state(optimizer, self._stepped, self._first_replica, self.fused)
@@ -216,7 +233,8 @@ class PipelinedStrategy(MeshStrategy):
             super().load_model_state_dict(checkpoint, strict)
             return
         with state.without_absent(self.pipeline) as absent:
-            here = {name: value for name, value in checkpoint["state_dict"].items() if name not in absent}
+            whole = checkpoint["state_dict"]
+            here = {name: whole[name] for name in whole if name not in absent}
             super().load_model_state_dict({"state_dict": here}, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -226,7 +244,7 @@ class PipelinedStrategy(MeshStrategy):
         saved = []
         for optimizer, whole in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             params = [p for group in compat.unwrap_optimizer(optimizer).param_groups for p in group["params"]]
-            here = {i: values for i, values in whole["state"].items() if params[int(i)] not in self.pipeline.absent}
+            here = {i: whole["state"][i] for i in whole["state"] if params[int(i)] not in self.pipeline.absent}
             saved.append({**whole, "state": here})
         super().load_optimizer_state_dict({"optimizer_states": saved})
 

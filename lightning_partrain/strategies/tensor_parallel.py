@@ -14,6 +14,7 @@ from lightning_partrain.parallel.pipeline.schedule import Schedule
 from lightning_partrain.parallel.placement import Fused
 from lightning_partrain.parallel.tensor.plan import Plan, check_plan, regions, resolve, together
 from lightning_partrain.parallel.tensor.tensor import TensorParallel
+from lightning_partrain.strategies.checkpoints import Format
 from lightning_partrain.strategies.pipelined import PipelinedStrategy
 
 #: What torch says where a parameter that is cut meets a tensor outside of its layer.
@@ -29,6 +30,7 @@ class TensorParallelStrategy(PipelinedStrategy):
         tensor_parallel_plan: see :class:`Hybrid3DStrategy`.
         num_microbatches, schedule, pipeline_split: see :class:`PipelinedStrategy`.
         process_group_backend, timeout: see :class:`RankStrategy`.
+        checkpoint_format: see :class:`CheckpointStrategy`.
     """
 
     def __init__(
@@ -39,8 +41,9 @@ class TensorParallelStrategy(PipelinedStrategy):
         pipeline_split: Literal["auto"] | dict[str, Any],
         process_group_backend: str | None,
         timeout: timedelta | float,
+        checkpoint_format: Format,
     ) -> None:
-        super().__init__(num_microbatches, schedule, pipeline_split, process_group_backend, timeout)
+        super().__init__(num_microbatches, schedule, pipeline_split, process_group_backend, timeout, checkpoint_format)
         check_plan(tensor_parallel_plan)
         self.tensor_parallel_plan = tensor_parallel_plan
         self.tensor_parallel: TensorParallel | None = None

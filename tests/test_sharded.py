@@ -1,0 +1,265 @@
+"""The `sharded` format: written by all ranks at once, read by every layout, complete or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from lightning_partrain.checkpoint import sharded
+from lightning_partrain.mesh import ParallelMesh, ParallelSizes
+from lightning_partrain.parallel.placement import Entry, Fused, Piece, pieces, whole
+from lightning_partrain.strategies import Hybrid3DStrategy
+from lightning_partrain.sync.messages import gather_json
+from tests.harness import RankFailure, run_ranks, trainer
+from tests.parity import Recorder, shares
+from tests.tensor_models import TENSOR_CASES
+from tests.test_numerics import in_group
+
+#: (ranks, arguments)
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "dp2-pp2": (4, {"pipeline_parallel_size": 2}),
+    "tp2-pp2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "dp2-tp2-pp2": (8, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "zero_stage": 2}),
+    "dp4-zero3": (4, {"zero_stage": 3}),
+    "dp2-tp2-zero3": (4, {"zero_stage": 3, "tensor_parallel_size": 2}),
+    "dp4-hsdp2": (4, {"zero_stage": 2, "data_parallel_replicate_size": 2}),
+    "tp2-zero0": (2, {"zero_stage": 0, "tensor_parallel_size": 2}),
+}
+
+
+def train(
+    layout: str,
+    epochs: int,
+    folder: Path,
+    resume: Any = None,
+    case: str = "fused",
+    optimizer: str = "adamw",
+    kind: str = "sharded",
+) -> list[list[float]]:
+    """Losses of each rank; the last state is in ``folder / layout``."""
+    ranks, arguments = LAYOUTS[layout]
+
+    def fit(rank: int) -> list[float]:
+        torch.manual_seed(0)
+        module = TENSOR_CASES[case].build().double()
+        module.optimizer = optimizer
+        tensor, stages = (arguments.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "pipeline"))
+        replicas = ranks // tensor // stages
+        strategy = Hybrid3DStrategy(checkpoint_format=kind, timeout=60, **arguments)
+        recorder = Recorder()
+        run = trainer(strategy, ranks, precision="64-true", max_epochs=epochs, callbacks=[recorder])
+        loader = shares(TENSOR_CASES[case].data(torch.float64), rank // tensor % replicas, replicas)
+        run.fit(module, loader, ckpt_path=resume)
+        run.save_checkpoint(folder / layout)
+        return recorder.record.losses
+
+    return run_ranks(ranks, fit, timeout=150)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_chain_of_layouts_is_the_run_that_was_never_stopped(tmp_path: Path, optimizer: str) -> None:
+    chain = ["dp2-pp2", "tp2-pp2", "dp2-tp2-pp2", "dp4-zero3", "one", "dp2-tp2-zero3", "dp4-hsdp2", "tp2-zero0"]
+    chain = chain if optimizer == "adamw" else chain[2:4]
+    (expected,) = train("one", len(chain), tmp_path / "whole", optimizer=optimizer)
+    steps = len(expected) // len(chain)
+    before = None
+    for number, layout in enumerate(chain):
+        for losses in train(layout, number + 1, tmp_path, before, optimizer=optimizer):
+            assert losses == pytest.approx(expected[number * steps : (number + 1) * steps], rel=1e-9)
+        before = tmp_path / layout
+        assert not [each for each in tmp_path.iterdir() if each.name.startswith(".")]
+    theirs = sharded.put_together(sharded.Reader(tmp_path / "whole" / "one"))
+    ours = sharded.put_together(sharded.Reader(before))
+    assert list(ours["state_dict"]) == list(theirs["state_dict"])
+    for name, value in theirs["state_dict"].items():
+        torch.testing.assert_close(ours["state_dict"][name], value, rtol=1e-8, atol=1e-11)
+    (a,), (b,) = ours["optimizer_states"], theirs["optimizer_states"]
+    assert a["param_groups"] == b["param_groups"] and list(a["state"]) == list(b["state"])
+    for index, values in b["state"].items():
+        for key, value in values.items():
+            torch.testing.assert_close(a["state"][index][key], value, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize(("source", "target"), [("full", "sharded"), ("sharded", "full")])
+def test_either_format_is_read(tmp_path: Path, source: str, target: str) -> None:
+    (expected,) = train("one", 2, tmp_path / "whole", case="mlp")
+    train("tp2-zero0", 1, tmp_path, case="mlp", kind=source)
+    for losses in train("dp4-zero3", 2, tmp_path, tmp_path / "tp2-zero0", case="mlp", kind=target):
+        assert losses == pytest.approx(expected[len(expected) // 2 :], rel=1e-9)
+
+
+def test_each_rank_writes_a_part(tmp_path: Path) -> None:
+    train("dp2-tp2-zero3", 1, tmp_path)
+    path = tmp_path / "dp2-tp2-zero3"
+    manifest = json.loads((path / sharded.MANIFEST).read_text())
+    sizes = [manifest["files"][f"__{rank}_0.distcp"]["bytes"] for rank in range(4)]
+    assert min(sizes) > 0.5 * max(sizes) > 0
+    for entry in manifest["tensors"].values():  # every number once
+        count = sum(torch.Size(block["sizes"]).numel() for block in entry["blocks"])
+        assert count == torch.Size(entry["shape"]).numel()
+
+
+def test_torch_s_own_tools_read_it(tmp_path: Path) -> None:
+    train("dp2-tp2-zero3", 1, tmp_path)
+    path = tmp_path / "dp2-tp2-zero3"
+    dcp_to_torch_save(path, tmp_path / "torch.pt")
+    theirs = torch.load(tmp_path / "torch.pt", weights_only=True)
+    ours = sharded.Reader(path)
+    names = ours.names("")
+    assert set(theirs) == set(names) and len(names) > 20
+    assert all(torch.equal(theirs[name], ours.whole(name)) for name in names)
+
+
+def test_pieces_are_the_model_s_own_order() -> None:
+    fused = Fused(0, (8, 4, 4), 2)
+
+    def check(rank: int) -> bool:
+        from torch.distributed.tensor import DTensor, Shard
+
+        mesh = ParallelMesh.create(ParallelSizes(tp=2), "cpu")
+        full = torch.arange(48.0).view(16, 3)
+        local = fused.by_rank(full).chunk(2)[rank].clone()
+        tensor = DTensor.from_local(local, mesh.device_mesh["tp"], [Shard(0)], run_check=False)
+        assert torch.equal(whole(tensor, fused), full)
+        found = pieces(tensor, fused)
+        assert [piece.offsets for piece in found] == [(4 * rank, 0), (8 + 2 * rank, 0), (12 + 2 * rank, 0)]
+        return all(torch.equal(p.tensor, full[p.offsets[0] : p.offsets[0] + len(p.tensor)]) for p in found)
+
+    assert in_group(2, check) == [True, True]
+
+
+def damaged(path: Path, how: str) -> None:
+    file = path / "__1_0.distcp"
+    data = file.read_bytes()
+    if how == "missing":
+        file.unlink()
+    elif how == "cut":
+        file.write_bytes(data[:-10])
+    else:
+        file.write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
+
+
+@pytest.mark.parametrize("how", ["missing", "cut", "changed"])
+def test_a_damaged_file_is_refused_by_name(tmp_path: Path, how: str) -> None:
+    train("tp2-zero0", 1, tmp_path, case="mlp")
+    damaged(tmp_path / "tp2-zero0", how)
+    with pytest.raises(RankFailure) as failure:
+        train("tp2-zero0", 2, tmp_path, tmp_path / "tp2-zero0", case="mlp")
+    words = "is damaged: __1_0.distcp " + ("is missing" if how == "missing" else "has")
+    assert all(words in report for report in failure.value.reports)
+
+
+def test_a_rank_that_cannot_write_leaves_the_one_before(tmp_path: Path) -> None:
+    train("tp2-zero0", 1, tmp_path, case="mlp")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "tp2-zero0").iterdir()}
+
+    def fails(rank: int) -> str:
+        module = TENSOR_CASES["mlp"].build().double()
+        run = trainer(
+            Hybrid3DStrategy(tensor_parallel_size=2, checkpoint_format="sharded"), 2, precision="64-true", max_steps=1
+        )
+        run.fit(module, shares(TENSOR_CASES["mlp"].data(torch.float64), 0, 1))
+        if rank == 1:
+            sharded._write = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))  # type: ignore[assignment]
+        with pytest.raises(RuntimeError) as caught:
+            run.save_checkpoint(tmp_path / "tp2-zero0")
+        return str(caught.value)
+
+    first, second = run_ranks(2, fails)
+    assert first == second and "rank 1: OSError: [Errno 28] No space left on device" in first
+    assert {file.name: file.read_bytes() for file in (tmp_path / "tp2-zero0").iterdir()} == before
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_that_is_killed_while_saving_leaves_a_complete_one(tmp_path: Path, killed: int) -> None:
+    """At 15 random moments each."""
+    path, found = tmp_path / "last", set()
+    draw = random.Random(killed)
+    for _ in range(15):
+        moment = draw.uniform(0.0, 0.15)
+
+        def save_again_and_again(rank: int, moment: float = moment) -> None:
+            def everyone(value: Any) -> list[Any]:
+                return gather_json(value, torch.device("cpu"))
+
+            for step in range(100):
+                if step == 1 and rank == killed:
+                    threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)).start()
+                entry = Entry((4, 50_000), torch.float32, [Piece((2 * rank, 0), torch.full((2, 50_000), float(step)))])
+                sharded.save(path, {"model.weight": entry}, {"step": step}, {}, rank, everyone)
+
+        with pytest.raises(RankFailure):
+            in_group(2, save_again_and_again)
+        reader = sharded.Reader(path)
+        step = reader.rest()["step"]
+        found.add(step)
+        assert torch.equal(reader.whole("model.weight"), torch.full((4, 50_000), float(step)))
+    assert len(found) > 3
+
+
+def test_the_one_before_is_found_while_it_is_replaced(tmp_path: Path) -> None:
+    (expected,) = train("one", 2, tmp_path / "whole", case="mlp")
+    train("one", 1, tmp_path, case="mlp")
+    (tmp_path / "one").rename(tmp_path / ".one.before")  # as after a crash between two renames
+    (losses,) = train("one", 2, tmp_path, tmp_path / "one", case="mlp")
+    assert losses == pytest.approx(expected[len(expected) // 2 :], rel=1e-9)
+    assert [each.name for each in tmp_path.iterdir() if each.name != "whole"] == ["one"]
+
+
+def test_model_checkpoint_keeps_the_best_folders(tmp_path: Path) -> None:
+    def fit(rank: int) -> list[str]:
+        torch.manual_seed(0)
+        case = TENSOR_CASES["mlp"]
+        callback = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=1, save_last=True)
+        run = trainer(
+            Hybrid3DStrategy(tensor_parallel_size=2, checkpoint_format="sharded"),
+            2,
+            max_epochs=3,
+            callbacks=[callback],
+            enable_checkpointing=True,
+        )
+        loader = shares(case.data(torch.float32), 0, 1)
+        module = case.build()
+        run.fit(module, loader, loader)
+        results = run.validate(module, loader, ckpt_path="best", verbose=False)
+        assert results[0]["val_loss"] == pytest.approx(float(callback.best_model_score), rel=1e-5)  # type: ignore[arg-type]
+        return sorted(each.name for each in tmp_path.iterdir())
+
+    first, second = run_ranks(2, fit)
+    assert first == second and len(first) == 2 and all(sharded.is_sharded(tmp_path / name) for name in first)
+
+
+def test_words_that_are_no_format() -> None:
+    with pytest.raises(ValueError, match="checkpoint_format='shards' does not exist"):
+        Hybrid3DStrategy(checkpoint_format="shards")  # type: ignore[arg-type]
+
+
+class Hostile:
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("/tmp/lightning_partrain_was_here"),))
+
+
+def test_nothing_is_unpickled_freely(tmp_path: Path) -> None:
+    train("tp2-zero0", 1, tmp_path, case="mlp")
+    path = tmp_path / "tp2-zero0"
+    manifest = json.loads((path / sharded.MANIFEST).read_text())
+    torch.save({"state_dict": Hostile()}, path / sharded.REST)
+    data = (path / sharded.REST).read_bytes()
+    import hashlib
+
+    manifest["files"][sharded.REST] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (path / sharded.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(Exception, match=r"[Ww]eights"):
+        sharded.Reader(path).rest()
+    assert not Path("/tmp/lightning_partrain_was_here").exists()
