@@ -38,6 +38,7 @@ ARGUMENTS = {
     "pipeline_split": "auto",
     "share_batches": False,
     "checkpoint_format": "full",
+    "async_save": False,
     "memory_limit": None,
     "process_group_backend": None,
     "timeout": 1800.0,

@@ -7,9 +7,11 @@ import os
 import random
 import signal
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -181,6 +183,62 @@ def test_a_rank_that_cannot_write_leaves_the_one_before(tmp_path: Path) -> None:
     assert {file.name: file.read_bytes() for file in (tmp_path / "tp2-zero0").iterdir()} == before
 
 
+class Saves(pl.Callback):
+    """After step 2, while steps go on; the files are written after step 4 only."""
+
+    def __init__(self, folder: Path, late: threading.Event) -> None:
+        self.folder, self.late = folder, late
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.folder / "at2")
+        if trainer.global_step == 4:
+            self.late.set()
+        if trainer.global_step == 5:
+            trainer.save_checkpoint(self.folder / "at5")  # waits for the other
+
+
+def saved_on_the_way(folder: Path, asynchronous: bool, broken: bool = False) -> list[int]:
+    def fit(rank: int) -> int:
+        torch.manual_seed(0)
+        late, write = threading.Event(), sharded._write
+        if asynchronous:
+
+            def later(*arguments: Any) -> Any:
+                assert late.wait(60)
+                if broken and rank == 1:
+                    raise OSError(28, "No space left on device")
+                return write(*arguments)
+
+            sharded._write = later
+        case = TENSOR_CASES["mlp"]
+        strategy = Hybrid3DStrategy(
+            zero_stage=1, tensor_parallel_size=2, checkpoint_format="sharded", async_save=asynchronous, timeout=60
+        )
+        run = trainer(strategy, 4, precision="64-true", max_epochs=2, max_steps=8, callbacks=[Saves(folder, late)])
+        with pytest.raises(RuntimeError, match="No space left on device") if broken else nullcontext():
+            run.fit(case.build().double(), shares(case.data(torch.float64), rank // 2, 2))
+        return run.global_step
+
+    return run_ranks(4, fit)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    assert saved_on_the_way(tmp_path / "now", False) == saved_on_the_way(tmp_path / "later", True) == [8] * 4
+    for name in ("at2", "at5"):
+        now, later = (sharded.Reader(tmp_path / kind / name) for kind in ("now", "later"))
+        assert now.names("") == later.names("") and now.rest()["global_step"] == later.rest()["global_step"] == int(
+            name[2:]
+        )
+        assert all(torch.equal(now.whole(tensor), later.whole(tensor)) for tensor in now.names(""))
+
+
+def test_an_error_while_writing_is_raised_at_a_later_step(tmp_path: Path) -> None:
+    steps = saved_on_the_way(tmp_path, True, broken=True)
+    assert all(4 <= step < 8 for step in steps)
+    assert not sharded.is_sharded(tmp_path / "at2")
+
+
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_rank_that_is_killed_while_saving_leaves_a_complete_one(tmp_path: Path, killed: int) -> None:
     """At 15 random moments each."""
@@ -243,6 +301,8 @@ def test_model_checkpoint_keeps_the_best_folders(tmp_path: Path) -> None:
 def test_words_that_are_no_format() -> None:
     with pytest.raises(ValueError, match="checkpoint_format='shards' does not exist"):
         Hybrid3DStrategy(checkpoint_format="shards")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="needs checkpoint_format='sharded'"):
+        Hybrid3DStrategy(async_save=True)
 
 
 class Hostile:

@@ -55,32 +55,53 @@ def save(
     rank: int,
     everyone: Everyone,
 ) -> None:
-    """Write a checkpoint; ``path`` is complete or as it was. Collective over all ranks.
+    """Write a checkpoint; ``path`` is complete or as it was. Collective over all ranks. See :func:`begin`.
+
+    Raises:
+        RuntimeError: on all ranks, with what failed on which.
+    """
+    begin(path, entries, rest, layout, rank, everyone, copy=False)(everyone)
+
+
+def begin(
+    path: Path,
+    entries: Mapping[str, Entry],
+    rest: Mapping[str, Any],
+    layout: Mapping[str, Any],
+    rank: int,
+    everyone: Everyone,
+    copy: bool,
+) -> Callable[[Everyone], None]:
+    """What is to be written, as it is now. Collective over all ranks.
 
     Args:
         entries: by name; ranks that hold the same block agree on one to write it.
         rest: rank 0's.
         everyone: gives what all ranks gave it, JSON values in the order of the ranks.
+        copy: to the memory of the host, so that training may go on before it is written.
 
-    Raises:
-        RuntimeError: on all ranks, with what failed on which.
+    Returns:
+        What writes it, from another thread if need be, and is collective over all ranks again.
     """
     aside = path.with_name(f".{path.name}.part")
+    blocks = _owned(entries, rank, everyone)
+    if copy:
+        blocks = [(name, entry, Piece(p.offsets, p.tensor.detach().to("cpu", copy=True))) for name, entry, p in blocks]
+    buffer = io.BytesIO()
     if rank == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-    mine = _owned(entries, rank, everyone)  # after this, the directory is there
-    written = _attempt(lambda: _write(aside / f"__{rank}_0.distcp", mine), everyone)
-    if rank == 0:
+        torch.save(dict(rest), buffer)
 
-        def finish() -> None:
-            torch.save(dict(rest), aside / REST)
-            _sync(aside / REST)
-            _commit(aside, path, written, layout)
+    def make_room() -> None:
+        if rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
 
-        _attempt(finish, everyone)
-    else:
-        _attempt(lambda: None, everyone)
+    def write(everyone: Everyone) -> None:
+        _attempt(make_room, everyone)
+        written = _attempt(lambda: _write(aside / f"__{rank}_0.distcp", blocks), everyone)
+        _attempt(lambda: _commit(aside, path, buffer.getvalue(), written, layout) if rank == 0 else None, everyone)
+
+    return write
 
 
 def _attempt(do: Callable[[], Any], everyone: Everyone) -> list[Any]:
@@ -148,7 +169,7 @@ def _write(file: Path, blocks: list[tuple[str, Entry, Piece]]) -> dict[str, Any]
     return {"file": file.name, "bytes": begin, "sha256": digest.hexdigest(), "blocks": tensors}
 
 
-def _commit(aside: Path, path: Path, written: list[dict[str, Any]], layout: Mapping[str, Any]) -> None:
+def _commit(aside: Path, path: Path, rest: bytes, written: list[dict[str, Any]], layout: Mapping[str, Any]) -> None:
     tensors: dict[str, Any] = {}
     for part in written:
         for block in part["blocks"]:
@@ -157,7 +178,8 @@ def _commit(aside: Path, path: Path, written: list[dict[str, Any]], layout: Mapp
             whole["blocks"].append({"file": part["file"], **place})
     compat.write_dcp_metadata(aside, tensors)
     _sync(aside / compat.DCP_METADATA)
-    rest = (aside / REST).read_bytes()
+    (aside / REST).write_bytes(rest)
+    _sync(aside / REST)
     files = {part["file"]: {"bytes": part["bytes"], "sha256": part["sha256"]} for part in written}
     files[REST] = {"bytes": len(rest), "sha256": hashlib.sha256(rest).hexdigest()}
     manifest = {"version": VERSION, "layout": dict(layout), "files": files, "tensors": tensors}

@@ -38,7 +38,7 @@ class MeshStrategy(CheckpointStrategy):
 
     Args:
         process_group_backend, timeout: see :class:`RankStrategy`.
-        checkpoint_format: see :class:`CheckpointStrategy`.
+        checkpoint_format, async_save: see :class:`CheckpointStrategy`.
     """
 
     def __init__(
@@ -46,8 +46,9 @@ class MeshStrategy(CheckpointStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | float = 1800.0,
         checkpoint_format: Format = "full",
+        async_save: bool = False,
     ) -> None:
-        super().__init__(process_group_backend, timeout, checkpoint_format)
+        super().__init__(process_group_backend, timeout, checkpoint_format, async_save)
         self.metrics: MetricAgreement | None = None
         self._blocked = False
         self._step_hooks: list[RemovableHandle] = []
@@ -191,6 +192,7 @@ class MeshStrategy(CheckpointStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None and self.model_parallel is not None
+        self.wait_for_checkpoint(only_if_done=True)
         self.peers.compare_batches("training_step", args)
         self.model_parallel.before_forward()
         self.buffers.share(with_batch_norm=False)
@@ -340,6 +342,9 @@ class MeshStrategy(CheckpointStrategy):
 
     def join(self) -> None:
         """Undo :meth:`cut_layers` and :meth:`cut`: the module is whole on every rank again."""
+
+    def on_train_end(self) -> None:
+        self.wait_for_checkpoint()
 
     def teardown(self) -> None:
         if self.model_parallel is not None:

@@ -5,24 +5,27 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_partrain import compat
 from lightning_partrain.checkpoint import full, sharded
 from lightning_partrain.parallel.buffers import SharedBuffers
-from lightning_partrain.parallel.placement import Fused
+from lightning_partrain.parallel.placement import Entry, Fused
 from lightning_partrain.parallel.replicate import ReplicatedModel
 from lightning_partrain.precision.mesh_mixed import STATE_KEY, MeshMixedPrecision
 from lightning_partrain.strategies.ranks import RankStrategy
-from lightning_partrain.sync.messages import meet
+from lightning_partrain.sync.messages import gather_json, meet
 
 #: Name of every parameter object that a module has had, so that optimizers can be given its present ones.
 _NAMES: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -41,17 +44,28 @@ class CheckpointStrategy(RankStrategy):
     Args:
         process_group_backend, timeout: see :class:`RankStrategy`.
         checkpoint_format: ``"full"`` or ``"sharded"``; either loads both.
+        async_save: write sharded checkpoints while training goes on.
     """
 
     buffers: SharedBuffers
 
     def __init__(
-        self, process_group_backend: str | None, timeout: timedelta | float, checkpoint_format: Format = "full"
+        self,
+        process_group_backend: str | None,
+        timeout: timedelta | float,
+        checkpoint_format: Format,
+        async_save: bool,
     ) -> None:
         super().__init__(process_group_backend, timeout)
         if checkpoint_format not in ("full", "sharded"):
             raise ValueError(f"checkpoint_format={checkpoint_format!r} does not exist. Choose 'full' or 'sharded'.")
-        self.checkpoint_format = checkpoint_format
+        if not isinstance(async_save, bool):
+            raise ValueError(f"async_save must be True or False, not {async_save!r}.")
+        if async_save and checkpoint_format != "sharded":
+            raise ValueError("async_save=True writes what each rank holds: it needs checkpoint_format='sharded'.")
+        self.checkpoint_format, self.async_save = checkpoint_format, async_save
+        self._writer: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None
         self.model_parallel: ReplicatedModel | None = None
         self._stepped: Callable[[Tensor], Tensor] = lambda param: param
 
@@ -142,13 +156,43 @@ class CheckpointStrategy(RankStrategy):
                     f"checkpoint_format='sharded' writes into a folder of this machine, not to {path}. Use 'full'."
                 )
             entries, rest = sharded.take_apart(checkpoint)
-            sharded.save(Path(path), entries, rest, layout, self.global_rank, self.all_ranks)
+            self._save_sharded(Path(path), entries, rest, layout)
             return
         if type(self.checkpoint_io) is TorchCheckpointIO and "://" not in str(path) and storage_options is None:
             with full.replace_when_complete(path) as aside:
                 self.checkpoint_io.save_checkpoint(checkpoint, aside)
         else:
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+    def _save_sharded(
+        self, path: Path, entries: dict[str, Entry], rest: dict[str, Any], layout: dict[str, Any]
+    ) -> None:
+        assert self.lightning_module is not None
+        if not self.async_save or self.lightning_module.trainer.state.status != TrainerStatus.RUNNING:
+            sharded.save(path, entries, rest, layout, self.global_rank, self.all_ranks)
+            return
+        self.wait_for_checkpoint()
+        write = sharded.begin(path, entries, rest, layout, self.global_rank, self.all_ranks, copy=True)
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._writing = self._writer.submit(
+            write, partial(gather_json, device=torch.device("cpu"), group=self._own_group)
+        )
+
+    @cached_property
+    def _own_group(self) -> dist.ProcessGroup:
+        """All ranks, for the thread that writes. Its first use is collective."""
+        return dist.new_group(backend="gloo", timeout=self.timeout)
+
+    def wait_for_checkpoint(self, only_if_done: bool = False) -> None:
+        """Until the checkpoint in flight is written.
+
+        Raises:
+            RuntimeError: on all ranks, when it could not be.
+        """
+        if self._writing is not None and (self._writing.done() or not only_if_done):
+            writing, self._writing = self._writing, None
+            writing.result()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         if sharded.is_sharded(checkpoint_path):
@@ -160,6 +204,7 @@ class CheckpointStrategy(RankStrategy):
         return checkpoint
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
+        self.wait_for_checkpoint()
         if self.is_global_zero and sharded.is_sharded(filepath):
             shutil.rmtree(filepath)
         elif self.is_global_zero:

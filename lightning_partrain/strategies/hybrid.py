@@ -57,6 +57,8 @@ class Hybrid3DStrategy(TensorParallelStrategy):
         process_group_backend, timeout: see :class:`MeshStrategy`.
         checkpoint_format: ``"full"``, one file that plain Lightning loads, or ``"sharded"``, a folder that all ranks write at once,
             each what it holds. Every layout loads both.
+        async_save: with ``"sharded"``, let training go on once the state is copied to the memory of the host, while it is written. An
+            error is raised at the next step; the next checkpoint waits for the one before.
 
     Raises:
         ValueError: for a size, stage or option that cannot be.
@@ -79,6 +81,7 @@ class Hybrid3DStrategy(TensorParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | float = 1800.0,
         checkpoint_format: Format = "full",
+        async_save: bool = False,
     ) -> None:
         super().__init__(
             tensor_parallel_plan,
@@ -88,6 +91,7 @@ class Hybrid3DStrategy(TensorParallelStrategy):
             process_group_backend,
             timeout,
             checkpoint_format,
+            async_save,
         )
         if zero_stage not in (0, 1, 2, 3) or isinstance(zero_stage, bool):
             raise ValueError(

@@ -36,7 +36,7 @@ class PipelinedStrategy(MeshStrategy):
     Args:
         num_microbatches, schedule, pipeline_split: see :class:`Hybrid3DStrategy`.
         process_group_backend, timeout: see :class:`RankStrategy`.
-        checkpoint_format: see :class:`CheckpointStrategy`.
+        checkpoint_format, async_save: see :class:`CheckpointStrategy`.
     """
 
     def __init__(
@@ -47,8 +47,9 @@ class PipelinedStrategy(MeshStrategy):
         process_group_backend: str | None,
         timeout: timedelta | float,
         checkpoint_format: Format,
+        async_save: bool,
     ) -> None:
-        super().__init__(process_group_backend, timeout, checkpoint_format)
+        super().__init__(process_group_backend, timeout, checkpoint_format, async_save)
         if num_microbatches != "auto" and (
             not isinstance(num_microbatches, int) or isinstance(num_microbatches, bool) or num_microbatches < 1
         ):

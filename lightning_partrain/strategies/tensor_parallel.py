@@ -30,7 +30,7 @@ class TensorParallelStrategy(PipelinedStrategy):
         tensor_parallel_plan: see :class:`Hybrid3DStrategy`.
         num_microbatches, schedule, pipeline_split: see :class:`PipelinedStrategy`.
         process_group_backend, timeout: see :class:`RankStrategy`.
-        checkpoint_format: see :class:`CheckpointStrategy`.
+        checkpoint_format, async_save: see :class:`CheckpointStrategy`.
     """
 
     def __init__(
@@ -42,8 +42,11 @@ class TensorParallelStrategy(PipelinedStrategy):
         process_group_backend: str | None,
         timeout: timedelta | float,
         checkpoint_format: Format,
+        async_save: bool,
     ) -> None:
-        super().__init__(num_microbatches, schedule, pipeline_split, process_group_backend, timeout, checkpoint_format)
+        super().__init__(
+            num_microbatches, schedule, pipeline_split, process_group_backend, timeout, checkpoint_format, async_save
+        )
         check_plan(tensor_parallel_plan)
         self.tensor_parallel_plan = tensor_parallel_plan
         self.tensor_parallel: TensorParallel | None = None
