@@ -69,7 +69,7 @@ def train(
     return run_ranks(ranks, fit, timeout=150)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
 def test_a_chain_of_layouts_is_the_run_that_was_never_stopped(tmp_path: Path, optimizer: str) -> None:
     chain = ["dp2-pp2", "tp2-pp2", "dp2-tp2-pp2", "dp4-zero3", "one", "dp2-tp2-zero3", "dp4-hsdp2", "tp2-zero0"]
     chain = chain if optimizer == "adamw" else chain[2:4]
