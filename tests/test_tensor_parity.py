@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -61,8 +62,10 @@ def models(layouts: list[tuple[int, int, int]]) -> list[dict[str, Any]]:
 
 
 def one_layout_each() -> list[dict[str, Any]]:
-    every = models(LAYOUTS)
-    return [every[len(LAYOUTS) * number + (2 * number + 3) % len(LAYOUTS)] for number in range(len(TENSOR_CASES))]
+    """Of up to four ranks."""
+    small = [layout for layout in LAYOUTS if math.prod(layout) <= 4]
+    every = models(small)
+    return [every[len(small) * number + (3 * number + 3) % len(small)] for number in range(len(TENSOR_CASES))]
 
 
 @pytest.mark.parametrize("row", [*pairwise(CHOICES), *one_layout_each()], ids=label)
