@@ -255,7 +255,8 @@ def test_a_rank_that_is_killed_while_saving_leaves_a_complete_one(tmp_path: Path
                 if step == 1 and rank == killed:
                     threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)).start()
                 entry = Entry((4, 50_000), torch.float32, [Piece((2 * rank, 0), torch.full((2, 50_000), float(step)))])
-                sharded.save(path, {"model.weight": entry}, {"step": step}, {}, rank, everyone)
+                write = sharded.begin(path, {"model.weight": entry}, {"step": step}, {}, rank, everyone, copy=False)
+                write(everyone)
 
         with pytest.raises(RankFailure):
             in_group(2, save_again_and_again)

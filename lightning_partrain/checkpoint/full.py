@@ -31,14 +31,18 @@ def _is_rows(value: Any, param: DTensor) -> bool:
     return plain and value.ndim > 0 and value.shape == local_tensor(param).shape
 
 
+def _placed(value: Any, param: Tensor) -> Any:
+    """A state value with its place: rows of a sharded parameter as a DTensor."""
+    return as_dtensor(value, param) if isinstance(param, DTensor) and _is_rows(value, param) else value
+
+
 def _not_fused(param: Tensor) -> Fused | None:
     return None
 
 
 def _whole(value: Any, param: Tensor, fused: Fused | None, keep: bool) -> Any:
     """A state value as one process would hold it, on the host; ``None`` where it is not kept."""
-    if isinstance(param, DTensor) and _is_rows(value, param):
-        value = as_dtensor(value, param)
+    value = _placed(value, param)
     if isinstance(value, DTensor):
         value = whole(value, fused if value.shape == param.shape else None)
     if not keep:
@@ -78,8 +82,7 @@ def held_optimizer_state(
     """The same with what this rank holds of each tensor. No communication."""
 
     def held(value: Any, param: Tensor, of: Tensor) -> Any:
-        if isinstance(param, DTensor) and _is_rows(value, param):
-            value = as_dtensor(value, param)
+        value = _placed(value, param)
         if not isinstance(value, Tensor):
             return value
         return Entry.of(value, fused(of) if value.shape == param.shape else None)

@@ -47,22 +47,6 @@ def _complete(path: Path) -> Path | None:
     return next((each for each in (path, _before(path)) if (each / MANIFEST).is_file()), None)
 
 
-def save(
-    path: Path,
-    entries: Mapping[str, Entry],
-    rest: Mapping[str, Any],
-    layout: Mapping[str, Any],
-    rank: int,
-    everyone: Everyone,
-) -> None:
-    """Write a checkpoint; ``path`` is complete or as it was. Collective over all ranks. See :func:`begin`.
-
-    Raises:
-        RuntimeError: on all ranks, with what failed on which.
-    """
-    begin(path, entries, rest, layout, rank, everyone, copy=False)(everyone)
-
-
 def begin(
     path: Path,
     entries: Mapping[str, Entry],
@@ -72,7 +56,7 @@ def begin(
     everyone: Everyone,
     copy: bool,
 ) -> Callable[[Everyone], None]:
-    """What is to be written, as it is now. Collective over all ranks.
+    """Take down what is to be written. Collective over all ranks.
 
     Args:
         entries: by name; ranks that hold the same block agree on one to write it.
@@ -81,7 +65,8 @@ def begin(
         copy: to the memory of the host, so that training may go on before it is written.
 
     Returns:
-        What writes it, from another thread if need be, and is collective over all ranks again.
+        What writes it, from another thread if need be. It is collective over all ranks again, raises a RuntimeError on all of them
+        with what failed on which, and leaves ``path`` complete or as it was.
     """
     aside = path.with_name(f".{path.name}.part")
     blocks = _owned(entries, rank, everyone)
@@ -142,13 +127,19 @@ def _owned(entries: Mapping[str, Entry], rank: int, everyone: Everyone) -> list[
     return mine
 
 
+def _alone(tensor: Tensor) -> Tensor:
+    """On the host, and with no memory around it, all of which ``torch.save`` would write."""
+    host = tensor.detach().cpu()
+    return host if host.untyped_storage().nbytes() == host.nbytes else host.clone()
+
+
 def _write(file: Path, blocks: list[tuple[str, Entry, Piece]]) -> dict[str, Any]:
     """What the manifest has of this rank."""
     digest, begin, tensors = hashlib.sha256(), 0, []
     with open(file, "wb") as out:
         for name, entry, piece in blocks:
             buffer = io.BytesIO()
-            torch.save(piece.tensor.detach().to("cpu", copy=True), buffer)
+            torch.save(_alone(piece.tensor), buffer)
             data = buffer.getbuffer()
             out.write(data)
             digest.update(data)

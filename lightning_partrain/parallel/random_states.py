@@ -82,7 +82,7 @@ class Stream:
     """Python's, numpy's and torch's random numbers from ``seed`` on, for whoever is :meth:`drawing`."""
 
     def __init__(self, seed: int) -> None:
-        self._seed: int | None = seed
+        self._seed = seed
         self._states: tuple[Any, Any, Any] | None = None
 
     @contextmanager
@@ -92,7 +92,6 @@ class Stream:
         if self._states is not None:
             _set_states(self._states)
         else:
-            assert self._seed is not None
             random.seed(self._seed)
             if numpy is not None:
                 numpy.random.seed(self._seed % (1 << 32))

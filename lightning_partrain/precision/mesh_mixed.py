@@ -48,10 +48,10 @@ class MeshMixedPrecision(MixedPrecision):
             scaler = compat.LocalGradScaler.like(scaler, device)
         super().__init__(precision, device, scaler)
         self.skipped = False
-        self._found: dict[
-            torch.optim.Optimizer, Tensor
-        ] = {}  # whose gradients are unscaled: whether some are not finite
-        self._stepped: dict[torch.optim.Optimizer, bool] = {}  # since the scale was updated: whether it was skipped
+        # whose gradients are unscaled, and whether some of them are not finite
+        self._found: dict[torch.optim.Optimizer, Tensor] = {}
+        # which have stepped since the scale was updated, and whether they skipped
+        self._stepped: dict[torch.optim.Optimizer, bool] = {}
         self._warned = False
 
     def attach(self, group: dist.ProcessGroup | None, stepped: Callable[[Tensor], Tensor], replicas: int) -> None:

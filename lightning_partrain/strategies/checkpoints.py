@@ -168,11 +168,12 @@ class CheckpointStrategy(RankStrategy):
         self, path: Path, entries: dict[str, Entry], rest: dict[str, Any], layout: dict[str, Any]
     ) -> None:
         assert self.lightning_module is not None
-        if not self.async_save or self.lightning_module.trainer.state.status != TrainerStatus.RUNNING:
-            sharded.save(path, entries, rest, layout, self.global_rank, self.all_ranks)
-            return
+        later = self.async_save and self.lightning_module.trainer.state.status == TrainerStatus.RUNNING
         self.wait_for_checkpoint()
-        write = sharded.begin(path, entries, rest, layout, self.global_rank, self.all_ranks, copy=True)
+        write = sharded.begin(path, entries, rest, layout, self.global_rank, self.all_ranks, copy=later)
+        if not later:
+            write(self.all_ranks)
+            return
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing = self._writer.submit(
