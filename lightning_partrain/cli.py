@@ -29,6 +29,10 @@ COMMANDS: dict[str, Command] = {
     "validate": Command("lightning_partrain.lightning_cli:run", "one pass over the validation data"),
     "test": Command("lightning_partrain.lightning_cli:run", "one pass over the test data"),
     "predict": Command("lightning_partrain.lightning_cli:run", "one pass over the prediction data"),
+    "convert": Command(
+        "lightning_partrain.checkpoint.convert:run",
+        "write a checkpoint in another format: full, sharded, safetensors, hf",
+    ),
     "presets": Command(
         "lightning_partrain.preset_list:run", "list the YAML presets that came along, or print one's path"
     ),

@@ -7,10 +7,11 @@ changes its form.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -36,13 +38,17 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
+    "DCP_CLASSES",
     "DCP_METADATA",
     "FakeTensorMode",
     "LocalGradScaler",
@@ -51,14 +57,19 @@ __all__ = [
     "StridedShard",
     "SubprocessScriptLauncher",
     "TorchDispatchMode",
+    "agree_on_checkpoint_path",
     "agree_on_epoch_metrics",
     "all_gather_single",
     "at_epoch_ends",
     "check_indices",
+    "checkpoint_offset",
     "compute_epoch_metrics",
+    "dcp_metadata",
     "decides_within_epochs",
+    "deepcopy_with",
     "default_process_group_backend",
     "default_store",
+    "disable_current_modes",
     "fill_unused_gradients",
     "forget_epoch_ends",
     "fsdp_follow_requires_grad",
@@ -66,22 +77,28 @@ __all__ = [
     "fsdp_gather_for_methods",
     "fsdp_gathered",
     "fsdp_params",
+    "fsdp_sharding_one_by_one",
     "hold_schedulers",
     "init_dist_connection",
     "keep_float16_on_cpu",
+    "loads_in_its_own_way",
     "local_part",
     "logged_names",
     "pl_worker_init_function",
     "reduce_scatter_single",
     "remove_fully_shard",
+    "saved_tensor",
     "set_group_timeout",
+    "set_local_part",
     "set_step_values",
     "step_values",
+    "takes_device",
     "tree_flatten",
+    "tree_map",
     "tree_unflatten",
     "uncount_step",
     "unwrap_optimizer",
-    "write_dcp_metadata",
+    "written_arguments",
 ]
 
 
@@ -237,6 +254,11 @@ def decides_within_epochs(trainer: Any) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 # torch: DTensor
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def set_local_part(tensor: DTensor, local: Tensor) -> None:
+    """Let ``tensor`` have ``local``, of the same shape, for this rank's part."""
+    tensor._local_tensor = local
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -434,6 +456,23 @@ def fsdp_gathered(root: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     return parameters, gradients
 
 
+@contextlib.contextmanager
+def fsdp_sharding_one_by_one(before: Callable[[Tensor], Any], after: Callable[[Tensor], None]) -> Iterator[None]:
+    """Call ``before`` with every parameter right before ``fully_shard`` cuts it, and ``after``, with what ``before`` gave, when it has."""
+    cut = FSDPParam._init_sharded_param
+
+    def around(self: Any, param: Any, *args: Any, **kwargs: Any) -> None:
+        given = before(param)
+        cut(self, param, *args, **kwargs)
+        after(given)
+
+    FSDPParam._init_sharded_param = around  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FSDPParam._init_sharded_param = cut  # type: ignore[method-assign]
+
+
 @torch.no_grad()
 def remove_fully_shard(root: nn.Module, gathered: Callable[[Any], Tensor]) -> None:
     """Undo ``fully_shard`` everywhere in ``root``: the parameters that ``gathered`` gives, the module's own class, no hooks.
@@ -517,9 +556,25 @@ def check_indices(indices: Tensor, size: int) -> None:
 #: torch 2.13's name for the file that says where everything is.
 DCP_METADATA = ".metadata"
 
+#: (module, name) of every class that torch 2.13 writes into that file.
+DCP_CLASSES = frozenset(
+    (each.__module__, each.__qualname__)
+    for each in (
+        dcp.Metadata,
+        dcp.MetadataIndex,
+        dcp.TensorStorageMetadata,
+        dcp.BytesStorageMetadata,
+        dcp.ChunkStorageMetadata,
+        dcp.TensorProperties,
+        dcp.StorageMeta,
+        dcp._MEM_FORMAT_ENCODING,
+        _StorageInfo,
+    )
+)
 
-def write_dcp_metadata(folder: Path, tensors: Mapping[str, Any]) -> None:
-    """Make ``folder`` one that ``torch.distributed.checkpoint`` reads.
+
+def dcp_metadata(tensors: Mapping[str, Any]) -> bytes:
+    """The file :data:`DCP_METADATA` of a folder that ``torch.distributed.checkpoint`` reads.
 
     Args:
         tensors: name -> ``shape``, ``dtype``, and ``blocks`` with ``offsets``, ``sizes``, ``file``, ``begin`` and ``length``.
@@ -534,8 +589,118 @@ def write_dcp_metadata(folder: Path, tensors: Mapping[str, Any]) -> None:
             stored[dcp.MetadataIndex(name, chunk.offsets)] = _StorageInfo(
                 block["file"], block["begin"], block["length"]
             )
-    with open(folder / DCP_METADATA, "wb") as file:
-        pickle.dump(dcp.Metadata(described, storage_data=stored), file)
+    return pickle.dumps(dcp.Metadata(described, storage_data=stored))
+
+
+def agree_on_checkpoint_path(agreed: Callable[[Any, Any], Any]) -> None:
+    """Let ranks agree on what they resume from: Lightning 2.6 has each look for itself, and go its own way when it finds nothing.
+
+    Args:
+        agreed: given the strategy and the path that this rank would take, or ``None``, the path that all take. Called on all ranks,
+            once they are connected.
+    """
+    if getattr(_CheckpointConnector, "_agrees", False):
+        return
+    resume_start = _CheckpointConnector.resume_start
+
+    def agreed_resume_start(self: Any, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        resume_start(self, agreed(self.trainer.strategy, checkpoint_path), weights_only)
+
+    _CheckpointConnector.resume_start = agreed_resume_start  # type: ignore[method-assign]
+    _CheckpointConnector._agrees = True  # type: ignore[attr-defined]
+
+
+def loads_in_its_own_way(module: nn.Module) -> bool:
+    """Whether a module in ``module`` does more in ``load_state_dict`` than to copy what has its names."""
+    if type(module).load_state_dict is not nn.Module.load_state_dict:
+        return True
+    for each in module.modules():
+        hooks = [*each._load_state_dict_pre_hooks.values(), *each._load_state_dict_post_hooks.values()]
+        if any(
+            not getattr(getattr(hook, "hook", hook), "__module__", "").startswith("torch.distributed.")
+            for hook in hooks
+        ):
+            return True
+        if type(each).set_extra_state is not nn.Module.set_extra_state:
+            return True
+        plain = (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)
+        if type(each)._load_from_state_dict not in plain and each.state_dict():
+            return True
+    return False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch: the file format of torch.save
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_offset(fake: Tensor) -> int:
+    """Where in a file the storage begins of a tensor that was loaded from it under ``FakeTensorMode``."""
+    offset = fake.untyped_storage()._checkpoint_offset
+    assert offset is not None
+    return offset
+
+
+def saved_tensor(dtype: torch.dtype, shape: tuple[int, ...], storage: Callable[[type, int], Any]) -> tuple[Any, ...]:
+    """What ``torch.save`` pickles of a contiguous tensor: a function, and its arguments.
+
+    Args:
+        storage: given the class of the storage and the number of its elements, what stands for it.
+    """
+    stride = [1] * len(shape)
+    for dim in reversed(range(len(shape) - 1)):
+        stride[dim] = stride[dim + 1] * max(1, shape[dim + 1])
+    count, kind = torch.Size(shape).numel(), torch.storage._dtype_to_storage_type_map().get(dtype)
+    if kind is None:  # a younger dtype
+        untyped = storage(torch.UntypedStorage, count * dtype.itemsize)
+        return torch._utils._rebuild_tensor_v3, (untyped, 0, shape, tuple(stride), False, OrderedDict(), dtype)
+    typed = storage(getattr(torch, kind), count)
+    return torch._utils._rebuild_tensor_v2, (typed, 0, shape, tuple(stride), False, OrderedDict())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch: operators
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _written(func: Any) -> list[tuple[int, str]]:
+    arguments = enumerate(func._schema.arguments)
+    return [(place, a.name) for place, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors among its arguments that an operator writes into."""
+    found = [args[place] if place < len(args) else kwargs.get(name) for place, name in _written(func)]
+    return [leaf for leaf in tree_flatten(found)[0] if isinstance(leaf, Tensor)]
+
+
+@functools.cache
+def takes_device(func: Any) -> bool:
+    return any(argument.name == "device" for argument in func._schema.arguments)
+
+
+def deepcopy_with(copied: Callable[[Tensor], Tensor | None]) -> None:
+    """Let ``copy.deepcopy`` of a tensor or parameter take its numbers from ``copied``, unless that is ``None``.
+
+    torch 2.13 copies storages and calls ``clone`` where no mode sees it.
+    """
+    for cls in (Tensor, nn.Parameter):
+        if getattr(cls.__deepcopy__, "_asks", False):
+            continue
+
+        def deepcopy(self: Tensor, memo: dict[int, Any], own: Any = cls.__deepcopy__) -> Tensor:
+            if id(self) in memo or (numbers := copied(self)) is None:
+                return own(self, memo)
+            if isinstance(self, nn.Parameter):
+                numbers = nn.Parameter(numbers, self.requires_grad)
+            else:
+                numbers.__dict__ = copy.deepcopy(self.__dict__, memo)
+            memo[id(self)] = numbers.requires_grad_(self.requires_grad)
+            return numbers
+
+        deepcopy._asks = True  # type: ignore[attr-defined]
+        cls.__deepcopy__ = deepcopy  # type: ignore[method-assign]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -129,6 +129,28 @@ def test_fake_tensors_keep_parameters_and_ties() -> None:
     assert fake.untyped_storage()._cdata == fake.view(-1).untyped_storage()._cdata
 
 
+def test_what_deferred_tensors_rest_on() -> None:
+    """Storages keep their attributes for as long as they live, and operators say what they write, take and draw."""
+    tensor = torch.ones(3)
+    storage: Any = tensor.untyped_storage()
+    storage.mark = "kept"
+    del storage
+    assert nn.Parameter(tensor).untyped_storage().mark == "kept"  # type: ignore[attr-defined]
+    aten = torch.ops.aten
+    assert compat.written_arguments(aten.mul_.Tensor, (tensor, 2.0), {}) == [tensor]
+    assert compat.written_arguments(aten.mul.Tensor, (tensor, 2.0), {}) == []
+    assert compat.written_arguments(aten.add.out, (torch.ones(3), tensor), {"out": tensor}) == [tensor]
+    assert compat.takes_device(aten.randn.default)
+    assert not compat.takes_device(aten.mul.Tensor)
+    for drawing in (
+        aten.normal_.default,
+        aten.randperm.default,
+        aten.native_dropout.default,
+        aten.rrelu_with_noise.default,
+    ):
+        assert torch.Tag.nondeterministic_seeded in drawing.tags
+
+
 def test_launcher_form() -> None:
     parameters = inspect.signature(compat.SubprocessScriptLauncher.__init__).parameters
     assert list(parameters) == ["self", "cluster_environment", "num_processes", "num_nodes"]
@@ -143,6 +165,26 @@ def test_optimizer_is_unwrapped() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     assert compat.unwrap_optimizer(LightningOptimizer(optimizer)) is optimizer
     assert compat.unwrap_optimizer(optimizer) is optimizer
+
+
+def test_files_of_torch_save(tmp_path: Path) -> None:
+    """Where bytes begin is known without reading them, and tensors are pickled as torch itself does."""
+    value = torch.arange(6.0).view(2, 3)
+    torch.save(value, tmp_path / "file")
+    with compat.FakeTensorMode():
+        fake = torch.load(tmp_path / "file", weights_only=True)
+    begin = compat.checkpoint_offset(fake)
+    assert (tmp_path / "file").read_bytes()[begin : begin + 24] == value.numpy().tobytes()
+    for each in (value, value.to(torch.float8_e4m3fn)):
+        make, arguments = compat.saved_tensor(each.dtype, (2, 3), lambda kind, count: (kind, count))
+        theirs, (storage, *others) = each.__reduce_ex__(2)
+        assert (make, list(arguments[1:])) == (theirs, others)
+        assert arguments[0][1] == len(storage)
+
+
+def test_classes_in_the_metadata_of_dcp() -> None:
+    assert ("torch.distributed.checkpoint.metadata", "Metadata") in compat.DCP_CLASSES
+    assert all(module.startswith("torch.distributed.checkpoint.") for module, _ in compat.DCP_CLASSES)
 
 
 def test_local_part_shares_storage() -> None:

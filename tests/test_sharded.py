@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -17,7 +18,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from lightning_partrain.checkpoint import sharded
+from lightning_partrain.checkpoint import sharded, state
 from lightning_partrain.mesh import ParallelMesh, ParallelSizes
 from lightning_partrain.parallel.placement import Entry, Fused, Piece, pieces, whole
 from lightning_partrain.strategies import Hybrid3DStrategy
@@ -81,8 +82,8 @@ def test_a_chain_of_layouts_is_the_run_that_was_never_stopped(tmp_path: Path, op
             assert losses == pytest.approx(expected[number * steps : (number + 1) * steps], rel=1e-9)
         before = tmp_path / layout
         assert not [each for each in tmp_path.iterdir() if each.name.startswith(".")]
-    theirs = sharded.put_together(sharded.Reader(tmp_path / "whole" / "one"))
-    ours = sharded.put_together(sharded.Reader(before))
+    theirs = state.put_together(sharded.Reader(tmp_path / "whole" / "one"))
+    ours = state.put_together(sharded.Reader(before))
     assert list(ours["state_dict"]) == list(theirs["state_dict"])
     for name, value in theirs["state_dict"].items():
         torch.testing.assert_close(ours["state_dict"][name], value, rtol=1e-8, atol=1e-11)
@@ -105,8 +106,8 @@ def test_each_rank_writes_a_part(tmp_path: Path) -> None:
     train("dp2-tp2-zero3", 1, tmp_path)
     path = tmp_path / "dp2-tp2-zero3"
     manifest = json.loads((path / sharded.MANIFEST).read_text())
-    sizes = [manifest["files"][f"__{rank}_0.distcp"]["bytes"] for rank in range(4)]
-    assert min(sizes) > 0.5 * max(sizes) > 0
+    sizes = [manifest["files"][part_of(path, rank).name]["bytes"] for rank in range(4)]
+    assert min(sizes) > 0.8 * max(sizes) > 0
     for entry in manifest["tensors"].values():  # every number once
         count = sum(torch.Size(block["sizes"]).numel() for block in entry["blocks"])
         assert count == torch.Size(entry["shape"]).numel()
@@ -119,7 +120,7 @@ def test_torch_s_own_tools_read_it(tmp_path: Path) -> None:
     theirs = torch.load(tmp_path / "torch.pt", weights_only=True)
     ours = sharded.Reader(path)
     names = ours.names("")
-    assert set(theirs) == set(names) and len(names) > 20
+    assert set(theirs) == set(names) and len(ours.names("model.")) == 10
     assert all(torch.equal(theirs[name], ours.whole(name)) for name in names)
 
 
@@ -141,8 +142,13 @@ def test_pieces_are_the_model_s_own_order() -> None:
     assert in_group(2, check) == [True, True]
 
 
-def damaged(path: Path, how: str) -> None:
-    file = path / "__1_0.distcp"
+def part_of(path: Path, rank: int) -> Path:
+    (file,) = path.glob(f"__{rank}_*.distcp")
+    return file
+
+
+def damaged(path: Path, how: str) -> str:
+    file = part_of(path, 1)
     data = file.read_bytes()
     if how == "missing":
         file.unlink()
@@ -150,15 +156,16 @@ def damaged(path: Path, how: str) -> None:
         file.write_bytes(data[:-10])
     else:
         file.write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
+    return file.name
 
 
 @pytest.mark.parametrize("how", ["missing", "cut", "changed"])
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, how: str) -> None:
     train("tp2-zero0", 1, tmp_path, case="mlp")
-    damaged(tmp_path / "tp2-zero0", how)
+    name = damaged(tmp_path / "tp2-zero0", how)
     with pytest.raises(RankFailure) as failure:
         train("tp2-zero0", 2, tmp_path, tmp_path / "tp2-zero0", case="mlp")
-    words = "is damaged: __1_0.distcp " + ("is missing" if how == "missing" else "has")
+    words = f"is damaged: {name} " + {"missing": "is missing", "cut": "has ", "changed": "has changed"}[how]
     assert all(words in report for report in failure.value.reports)
 
 
@@ -173,13 +180,13 @@ def test_a_rank_that_cannot_write_leaves_the_one_before(tmp_path: Path) -> None:
         )
         run.fit(module, shares(TENSOR_CASES["mlp"].data(torch.float64), 0, 1))
         if rank == 1:
-            sharded._write = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))  # type: ignore[assignment]
+            sharded._write = lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error"))  # type: ignore[assignment]
         with pytest.raises(RuntimeError) as caught:
             run.save_checkpoint(tmp_path / "tp2-zero0")
         return str(caught.value)
 
     first, second = run_ranks(2, fails)
-    assert first == second and "rank 1: OSError: [Errno 28] No space left on device" in first
+    assert first == second and "rank 1: OSError: [Errno 5] Input/output error" in first
     assert {file.name: file.read_bytes() for file in (tmp_path / "tp2-zero0").iterdir()} == before
 
 
@@ -207,7 +214,7 @@ def saved_on_the_way(folder: Path, asynchronous: bool, broken: bool = False) -> 
             def later(*arguments: Any) -> Any:
                 assert late.wait(60)
                 if broken and rank == 1:
-                    raise OSError(28, "No space left on device")
+                    raise OSError(5, "Input/output error")
                 return write(*arguments)
 
             sharded._write = later
@@ -216,7 +223,7 @@ def saved_on_the_way(folder: Path, asynchronous: bool, broken: bool = False) -> 
             zero_stage=1, tensor_parallel_size=2, checkpoint_format="sharded", async_save=asynchronous, timeout=60
         )
         run = trainer(strategy, 4, precision="64-true", max_epochs=2, max_steps=8, callbacks=[Saves(folder, late)])
-        with pytest.raises(RuntimeError, match="No space left on device") if broken else nullcontext():
+        with pytest.raises(RuntimeError, match="Input/output error") if broken else nullcontext():
             run.fit(case.build().double(), shares(case.data(torch.float64), rank // 2, 2))
         return run.global_step
 
@@ -230,7 +237,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
         assert now.names("") == later.names("") and now.rest()["global_step"] == later.rest()["global_step"] == int(
             name[2:]
         )
-        assert all(torch.equal(now.whole(tensor), later.whole(tensor)) for tensor in now.names(""))
+        assert all(torch.equal(now.whole(tensor), later.whole(tensor)) for tensor in now.names("") if not tensor.startswith("extra."))
 
 
 def test_an_error_while_writing_is_raised_at_a_later_step(tmp_path: Path) -> None:
@@ -245,7 +252,7 @@ def test_a_rank_that_is_killed_while_saving_leaves_a_complete_one(tmp_path: Path
     path, found = tmp_path / "last", set()
     draw = random.Random(killed)
     for _ in range(15):
-        moment = draw.uniform(0.0, 0.15)
+        moment = draw.uniform(0.0, 0.3)
 
         def save_again_and_again(rank: int, moment: float = moment) -> None:
             def everyone(value: Any) -> list[Any]:
@@ -265,15 +272,6 @@ def test_a_rank_that_is_killed_while_saving_leaves_a_complete_one(tmp_path: Path
         found.add(step)
         assert torch.equal(reader.whole("model.weight"), torch.full((4, 50_000), float(step)))
     assert len(found) > 3
-
-
-def test_the_one_before_is_found_while_it_is_replaced(tmp_path: Path) -> None:
-    (expected,) = train("one", 2, tmp_path / "whole", case="mlp")
-    train("one", 1, tmp_path, case="mlp")
-    (tmp_path / "one").rename(tmp_path / ".one.before")  # as after a crash between two renames
-    (losses,) = train("one", 2, tmp_path, tmp_path / "one", case="mlp")
-    assert losses == pytest.approx(expected[len(expected) // 2 :], rel=1e-9)
-    assert [each.name for each in tmp_path.iterdir() if each.name != "whole"] == ["one"]
 
 
 def test_model_checkpoint_keeps_the_best_folders(tmp_path: Path) -> None:
@@ -296,7 +294,8 @@ def test_model_checkpoint_keeps_the_best_folders(tmp_path: Path) -> None:
         return sorted(each.name for each in tmp_path.iterdir())
 
     first, second = run_ranks(2, fit)
-    assert first == second and len(first) == 2 and all(sharded.is_sharded(tmp_path / name) for name in first)
+    assert first == second and first[-1] == "latest" and len(first) == 3
+    assert all(sharded.is_sharded(tmp_path / name) for name in first[:2])
 
 
 def test_words_that_are_no_format() -> None:
@@ -315,11 +314,10 @@ def test_nothing_is_unpickled_freely(tmp_path: Path) -> None:
     train("tp2-zero0", 1, tmp_path, case="mlp")
     path = tmp_path / "tp2-zero0"
     manifest = json.loads((path / sharded.MANIFEST).read_text())
-    torch.save({"state_dict": Hostile()}, path / sharded.REST)
-    data = (path / sharded.REST).read_bytes()
-    import hashlib
-
-    manifest["files"][sharded.REST] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    file = path / manifest["rest"]
+    torch.save({"state_dict": Hostile()}, file)
+    data = file.read_bytes()
+    manifest["files"][file.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     (path / sharded.MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(Exception, match=r"[Ww]eights"):
         sharded.Reader(path).rest()

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_partrain.checkpoint.state import stored_in
 from lightning_partrain.numerics import as_dtensor, local_tensor
 from lightning_partrain.parallel.optimizer import is_elementwise
-from lightning_partrain.parallel.placement import Entry, Fused, local_part_of, whole
+from lightning_partrain.parallel.placement import Entry, Fused, Stored, fill, whole, whole_of
 
 #: What this package adds to a checkpoint.
 KEY = "lightning_partrain"
@@ -116,13 +117,18 @@ def load_full_optimizer_state(
         )
     local = is_elementwise(optimizer)
     state = {}
-    for index, values in saved["state"].items():
-        param = stepped(params[int(index)])
+    for index in saved["state"]:
+        held = params[int(index)]
+        param, values = stepped(held), saved["state"][index]
         cut = {}
-        for key, value in values.items():
-            if isinstance(param, DTensor) and isinstance(value, Tensor) and value.ndim and value.shape == param.shape:
-                rows = local_part_of(value, param, fused(params[int(index)]))
-                value = rows if local else as_dtensor(rows, param)
+        for key in values:
+            value = stored_in(values, key)
+            if isinstance(param, DTensor) and isinstance(value, (Tensor, Stored)) and tuple(value.shape) == param.shape:
+                rows = as_dtensor(torch.empty_like(local_tensor(param), dtype=value.dtype), param)
+                fill(rows, value, fused(held))
+                value = local_tensor(rows) if local else rows
+            elif isinstance(value, Stored) and not isinstance(value, Tensor):
+                value = whole_of(value)
             cut[key] = value
         state[index] = cut
     optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})

@@ -1,54 +1,64 @@
-"""The ``sharded`` format: a directory that all ranks write at once, each what it holds.
+"""The ``sharded`` format: a folder that all ranks write at once, each what it holds.
 
-``__<rank>_0.distcp`` and ``.metadata``
+``__<rank>_<save>.distcp`` and ``.metadata``
     Blocks of tensors, one after the other, each as ``torch.save`` writes it, and what torch's distributed checkpoint (DCP) has to know of
     them: for its tools. It is a pickle, and nothing here reads it.
-``rest.pt``
+``rest_<save>.pt``
     All else, written by one rank: what is no tensor of the model or of an optimizer.
 ``manifest.json``
-    Which block is where, and size and SHA-256 of every file. Written last: a directory without it is no checkpoint.
+    Which block is where, and size and SHA-256 of every file. It is replaced last, in one step: until then the folder is the
+    checkpoint that it was, or none. Files of the one before go afterwards.
 
 A block has its place in the whole tensor, in the model's own order, so that every layout reads what any other wrote.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import io
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from pathlib import Path
+import posixpath
+import secrets
+import time
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_partrain import compat
+from lightning_partrain.checkpoint.folder import Folder, is_remote, note_latest
 from lightning_partrain.parallel.placement import Entry, Piece
 
-MANIFEST, REST, VERSION = "manifest.json", "rest.pt", 1
+MANIFEST, VERSION = "manifest.json", 1
 
 Everyone = Callable[[Any], list[Any]]
 
 
+class NotWrittenError(RuntimeError):
+    """A checkpoint could not be written, as all ranks know; the one before is as it was."""
+
+
+class DiskFullError(NotWrittenError):
+    """There was no room for it."""
+
+
+def is_full_disk(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def is_sharded(path: Any) -> bool:
-    return "://" not in str(path) and _complete(Path(path)) is not None
-
-
-def _before(path: Path) -> Path:
-    """Where what ``path`` was is for a moment, while it is replaced."""
-    return path.with_name(f".{path.name}.before")
-
-
-def _complete(path: Path) -> Path | None:
-    return next((each for each in (path, _before(path)) if (each / MANIFEST).is_file()), None)
+    return bool(Folder(path).has(MANIFEST))
 
 
 def begin(
-    path: Path,
+    path: Any,
     entries: Mapping[str, Entry],
     rest: Mapping[str, Any],
     layout: Mapping[str, Any],
@@ -59,87 +69,128 @@ def begin(
     """Take down what is to be written. Collective over all ranks.
 
     Args:
+        path: of the folder; ``fsspec``'s addresses, too, where all ranks see the same files.
         entries: by name; ranks that hold the same block agree on one to write it.
         rest: rank 0's.
         everyone: gives what all ranks gave it, JSON values in the order of the ranks.
         copy: to the memory of the host, so that training may go on before it is written.
 
     Returns:
-        What writes it, from another thread if need be. It is collective over all ranks again, raises a RuntimeError on all of them
-        with what failed on which, and leaves ``path`` complete or as it was.
+        What writes it, from another thread if need be. It is collective over all ranks again, and leaves ``path`` complete or as it was.
+        It raises a NotWrittenError on all ranks, with what failed on which.
     """
-    aside = path.with_name(f".{path.name}.part")
-    blocks = _owned(entries, rank, everyone)
+    blocks, save = owned(entries, rank, everyone)
     if copy:
         blocks = [(name, entry, Piece(p.offsets, p.tensor.detach().to("cpu", copy=True))) for name, entry, p in blocks]
     buffer = io.BytesIO()
     if rank == 0:
         torch.save(dict(rest), buffer)
-
-    def make_room() -> None:
-        if rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
+    folder, own = Folder(path), f"__{rank}_{save}.distcp"
+    facts = {
+        "version": VERSION,
+        "step": rest.get("global_step"),
+        "epoch": rest.get("epoch"),
+        "time": time.time(),
+        "packages": _packages(),
+        "layout": dict(layout),
+    }
 
     def write(everyone: Everyone) -> None:
-        _attempt(make_room, everyone)
-        written = _attempt(lambda: _write(aside / f"__{rank}_0.distcp", blocks), everyone)
-        _attempt(lambda: _commit(aside, path, buffer.getvalue(), written, layout) if rank == 0 else None, everyone)
+        try:
+            _attempt(lambda: _make_room(folder) if rank == 0 else None, everyone)
+            parts = _attempt(lambda: _write(folder, own, blocks), everyone)
+            _attempt(
+                lambda: _commit(folder, f"rest_{save}.pt", buffer.getvalue(), parts, facts) if rank == 0 else None,
+                everyone,
+            )
+        except NotWrittenError:
+            if folder.has(own):
+                folder.remove(own)
+            raise
 
     return write
+
+
+@cache
+def _packages() -> dict[str, str]:
+    return {name: version(name) for name in ("lightning-partrain", "lightning", "torch")}
 
 
 def _attempt(do: Callable[[], Any], everyone: Everyone) -> list[Any]:
     """What each rank's ``do`` gave. Collective.
 
     Raises:
-        RuntimeError: on all ranks.
+        NotWrittenError: on all ranks.
     """
     try:
-        result, error = do(), None
+        result, error, full = do(), None, False
     except Exception as failure:
-        result, error = None, f"{type(failure).__name__}: {failure}"
-    everything = everyone([result, error])
-    failed = [f"rank {rank}: {each}" for rank, (_, each) in enumerate(everything) if each]
+        result, error, full = None, f"{type(failure).__name__}: {failure}", is_full_disk(failure)
+    everything = everyone([result, error, full])
+    failed = [(f"rank {rank}: {each}", full) for rank, (_, each, full) in enumerate(everything) if each]
     if failed:
-        raise RuntimeError(
-            f"The checkpoint could not be written ({'; '.join(failed[:4])}). The one before it is as it was."
+        kind = DiskFullError if all(full for _, full in failed) else NotWrittenError
+        raise kind(
+            f"The checkpoint could not be written ({'; '.join(each for each, _ in failed[:4])}). The one before it is as it was."
         )
-    return [each for each, _ in everything]
+    return [each for each, *_ in everything]
 
 
-def _owned(entries: Mapping[str, Entry], rank: int, everyone: Everyone) -> list[tuple[str, Entry, Piece]]:
-    """The blocks that this rank writes: of the ranks that hold one, that with the least to write so far."""
-    held = {name: [list(piece.offsets) for piece in entry.pieces] for name, entry in entries.items()}
+def owned(entries: Mapping[str, Entry], rank: int, everyone: Everyone) -> tuple[list[tuple[str, Entry, Piece]], str]:
+    """The blocks that this rank writes (of the ranks that hold one, that with the least to write so far), and a name for this save."""
+    held = {name: [[*map(int, p.offsets), p.tensor.nbytes] for p in entry.pieces] for name, entry in entries.items()}
+    answers = everyone([held, secrets.token_hex(4)])
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for other, names in enumerate(everyone(held)):
+    size: dict[tuple[str, tuple[int, ...]], int] = {}
+    for other, (names, _) in enumerate(answers):
         for name, blocks in names.items():
-            for offsets in blocks:
+            for *offsets, count in blocks:
                 holders.setdefault((name, tuple(offsets)), []).append(other)
+                size[name, tuple(offsets)] = count
     load: dict[int, int] = {}
-    mine = []
-    for (name, offsets), ranks in sorted(holders.items()):
-        owner = min(ranks, key=lambda other: (load.get(other, 0), other))
-        load[owner] = load.get(owner, 0) + 1
+    mine = set()
+    for block in sorted(holders, key=lambda block: (-size[block], block)):
+        owner = min(holders[block], key=lambda other: (load.get(other, 0), other))
+        load[owner] = load.get(owner, 0) + size[block]
         if owner == rank:
-            piece = next(p for p in entries[name].pieces if p.offsets == offsets)
-            mine.append((name, entries[name], piece))
-    return mine
+            mine.add(block)
+    return (
+        [(n, entry, p) for n, entry in entries.items() for p in entry.pieces if (n, tuple(p.offsets)) in mine],
+        answers[0][1],
+    )
+
+
+def _make_room(folder: Folder) -> None:
+    if not is_remote(folder) and os.path.isfile(str(folder)):  # a checkpoint in the other format
+        os.replace(str(folder), f"{folder}.before")
+    folder.make()
 
 
 def _alone(tensor: Tensor) -> Tensor:
     """On the host, and with no memory around it, all of which ``torch.save`` would write."""
     host = tensor.detach().cpu()
-    return host if host.untyped_storage().nbytes() == host.nbytes else host.clone()
+    return (
+        host
+        if host.untyped_storage().nbytes() == host.nbytes and host.is_contiguous()
+        else host.clone(memory_format=torch.contiguous_format)
+    )
 
 
-def _write(file: Path, blocks: list[tuple[str, Entry, Piece]]) -> dict[str, Any]:
+def _numbers_at(saved: io.BytesIO) -> int:
+    """Where in what ``torch.save`` wrote of a tensor its numbers begin, one after the other."""
+    with zipfile.ZipFile(saved) as archive:
+        start = next(each for each in archive.infolist() if each.filename.endswith("data/0")).header_offset
+    view = saved.getbuffer()[start + 26 : start + 30]
+    return start + 30 + int.from_bytes(view[:2], "little") + int.from_bytes(view[2:], "little")
+
+
+def _write(folder: Folder, file: str, blocks: Sequence[tuple[str, Entry, Any]]) -> dict[str, Any]:
     """What the manifest has of this rank."""
     digest, begin, tensors = hashlib.sha256(), 0, []
-    with open(file, "wb") as out:
+    with folder.writer(file) as out:
         for name, entry, piece in blocks:
-            buffer = io.BytesIO()
-            torch.save(_alone(piece.tensor), buffer)
+            buffer, tensor = io.BytesIO(), _alone(piece.tensor)
+            torch.save(tensor, buffer)
             data = buffer.getbuffer()
             out.write(data)
             digest.update(data)
@@ -149,163 +200,160 @@ def _write(file: Path, blocks: list[tuple[str, Entry, Piece]]) -> dict[str, Any]
                     "shape": list(entry.shape),
                     "dtype": str(entry.dtype).removeprefix("torch."),
                     "offsets": list(piece.offsets),
-                    "sizes": list(piece.tensor.shape),
+                    "sizes": list(tensor.shape),
                     "begin": begin,
                     "length": len(data),
+                    "numbers": begin + _numbers_at(buffer),
                 }
             )
             begin += len(data)
-        out.flush()
-        os.fsync(out.fileno())
-    return {"file": file.name, "bytes": begin, "sha256": digest.hexdigest(), "blocks": tensors}
+        folder.keep(out)
+    return {"file": file, "bytes": begin, "sha256": digest.hexdigest(), "blocks": tensors}
 
 
-def _commit(aside: Path, path: Path, rest: bytes, written: list[dict[str, Any]], layout: Mapping[str, Any]) -> None:
+def _commit(
+    folder: Folder, rest_file: str, rest: bytes, parts: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]
+) -> None:
     tensors: dict[str, Any] = {}
-    for part in written:
+    for part in parts:
         for block in part["blocks"]:
             whole = tensors.setdefault(block["name"], {"shape": block["shape"], "dtype": block["dtype"], "blocks": []})
-            place = {key: block[key] for key in ("offsets", "sizes", "begin", "length")}
+            place = {key: block[key] for key in ("offsets", "sizes", "begin", "length", "numbers")}
             whole["blocks"].append({"file": part["file"], **place})
-    compat.write_dcp_metadata(aside, tensors)
-    _sync(aside / compat.DCP_METADATA)
-    (aside / REST).write_bytes(rest)
-    _sync(aside / REST)
-    files = {part["file"]: {"bytes": part["bytes"], "sha256": part["sha256"]} for part in written}
-    files[REST] = {"bytes": len(rest), "sha256": hashlib.sha256(rest).hexdigest()}
-    manifest = {"version": VERSION, "layout": dict(layout), "files": files, "tensors": tensors}
-    (aside / MANIFEST).write_text(json.dumps(manifest))
-    _sync(aside / MANIFEST)
-    before = _before(path)
-    if path.exists():
-        shutil.rmtree(before, ignore_errors=True)
-        os.replace(path, before)
-    os.replace(aside, path)
-    _sync(path.parent)
-    shutil.rmtree(before, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
+    files = {part["file"]: {"bytes": part["bytes"], "sha256": part["sha256"]} for part in parts}
+    files[rest_file] = {"bytes": len(rest), "sha256": hashlib.sha256(rest).hexdigest()}
+    manifest = {**facts, "rest": rest_file, "files": files, "tensors": tensors}
     try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+        folder.write(rest_file, rest)
+        folder.write(compat.DCP_METADATA, compat.dcp_metadata(tensors))
+        folder.replace(MANIFEST, json.dumps(manifest).encode())
+    except BaseException:
+        if folder.has(rest_file):
+            folder.remove(rest_file)
+        raise
+    with contextlib.suppress(OSError):  # it is complete
+        note_latest(folder)
+        for name in folder.names():
+            if name not in files and name not in (compat.DCP_METADATA, MANIFEST):
+                folder.remove(name)
+        if not is_remote(folder) and os.path.isfile(f"{folder}.before"):
+            os.remove(f"{folder}.before")
+
+
+class StoredTensor:
+    """A tensor of a checkpoint, of which blocks are read when they are asked for; see :class:`placement.Stored`."""
+
+    def __init__(self, reader: Reader, name: str) -> None:
+        described = reader.manifest["tensors"][name]
+        dtype = getattr(torch, described["dtype"], None)
+        if not isinstance(dtype, torch.dtype):
+            raise reader.damaged(f"{MANIFEST} has no type of numbers for {name!r}")
+        self._reader, self._name, self._blocks = reader, name, described["blocks"]
+        self.shape, self.dtype = tuple(int(size) for size in described["shape"]), dtype
+
+    def part(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Shape ``sizes``; only the rows that it is part of are read."""
+        result = torch.empty(tuple(sizes), dtype=self.dtype)
+        missing = result.numel()
+        for block in self._blocks:
+            low = [max(a, b) for a, b in zip(offsets, block["offsets"], strict=True)]
+            high = [
+                min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, block["offsets"], block["sizes"], strict=True)
+            ]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            rows = self._rows(block, low, high)
+            for dim in range(1, len(low)):
+                rows = rows.narrow(dim, low[dim] - block["offsets"][dim], high[dim] - low[dim])
+            place = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))
+            result[place] = rows
+            missing -= rows.numel()
+        if missing:
+            raise self._reader.damaged(f"{MANIFEST} has not all blocks of {self._name!r}")
+        return result
+
+    def _rows(self, block: Mapping[str, Any], low: Sequence[int], high: Sequence[int]) -> Tensor:
+        sizes = [int(size) for size in block["sizes"]]
+        width = torch.Size(sizes[1:]).numel()
+        count, skip = (high[0] - low[0], low[0] - block["offsets"][0]) if sizes else (1, 0)
+        numbers = torch.empty(count * width, dtype=self.dtype)
+        with self._reader.folder.reader(self._reader.simple(block["file"])) as file:
+            file.seek(block["numbers"] + skip * width * numbers.element_size())
+            view: memoryview = numbers.view(torch.uint8).numpy().data
+            while len(view):
+                got = file.readinto(view)  # type: ignore[attr-defined]
+                if not got:
+                    raise self._reader.damaged(f"{block['file']} is cut")
+                view = view[got:]
+        return numbers.view([count, *sizes[1:]] if sizes else [])
 
 
 class Reader:
-    """A checkpoint, read tensor by tensor. Nothing in it is unpickled freely.
+    """A checkpoint, read block by block. Nothing in it is unpickled freely.
 
     Raises:
-        ValueError: for a directory of another version, or a file that is missing, cut, or changed; names it.
+        ValueError: for a folder without manifest, of another version, or a file that is missing, cut, or changed; names it.
     """
 
     def __init__(self, path: Any) -> None:
-        self.path = _complete(Path(path)) or Path(path)
-        self.manifest = json.loads((self.path / MANIFEST).read_text())
-        if self.manifest.get("version") != VERSION:
-            raise ValueError(
-                f"{self.path} is a sharded checkpoint of version {self.manifest.get('version')}, and this package reads {VERSION}."
-            )
-        self._good: set[str] = set()
+        self.folder = Folder(path)
+        if not self.folder.has(MANIFEST):
+            raise ValueError(f"{path} is no complete checkpoint: it has no {MANIFEST}, which is written last.")
+        try:
+            self.manifest = json.loads(self.folder.read(MANIFEST))
+            found = self.manifest.get("version")
+        except (ValueError, AttributeError):
+            raise self.damaged(f"{MANIFEST} is not what was written") from None
+        if found != VERSION:
+            raise ValueError(f"{path} is a sharded checkpoint of version {found}, and this package reads {VERSION}.")
 
-    def _checked(self, name: str) -> Path:
-        file, expected = self.path / name, self.manifest["files"][name]
-        if name in self._good:
-            return file
-        if not file.is_file():
-            raise ValueError(f"The checkpoint {self.path} is damaged: {name} is missing.")
-        digest = hashlib.sha256()
-        with open(file, "rb") as data:
-            while part := data.read(1 << 24):
+    def damaged(self, what: str) -> ValueError:
+        return ValueError(f"The checkpoint {self.folder} is damaged: {what}.")
+
+    def simple(self, name: str) -> str:
+        """``name``, which is that of a file in the folder."""
+        if name not in self.manifest["files"] or posixpath.basename(name) != name:
+            raise self.damaged(f"{MANIFEST} names {name!r}, which is no file of it")
+        return name
+
+    def problem(self, name: str) -> str | None:
+        """What is wrong with a file; reads all of it."""
+        expected = self.manifest["files"][self.simple(name)]
+        if not self.folder.has(name):
+            return f"{name} is missing"
+        digest, size = hashlib.sha256(), 0
+        with self.folder.reader(name) as data:
+            while part := data.read(1 << 20):
                 digest.update(part)
-        if file.stat().st_size != expected["bytes"] or digest.hexdigest() != expected["sha256"]:
-            raise ValueError(
-                f"The checkpoint {self.path} is damaged: {name} has {file.stat().st_size} bytes of {expected['bytes']}, or others than were "
-                "written."
-            )
-        self._good.add(name)
-        return file
+                size += len(part)
+        if size != expected["bytes"]:
+            return f"{name} has {size} bytes of {expected['bytes']}"
+        return None if digest.hexdigest() == expected["sha256"] else f"{name} has changed since it was written"
+
+    def check(self, rank: int = 0, everyone: Everyone = lambda value: [value]) -> None:
+        """Look at every file, each on one of the ranks. Collective.
+
+        Raises:
+            ValueError: on all ranks, with the first files that are not as they were written.
+        """
+        ranks = len(everyone(None))
+        names = sorted(self.manifest["files"])
+        own = [found for name in names[rank::ranks] if (found := self.problem(name))]
+        wrong = [each for problems in everyone(own) for each in problems]
+        if wrong:
+            raise self.damaged(", ".join(wrong[:4]) + (", ..." if len(wrong) > 4 else ""))
 
     def rest(self) -> dict[str, Any]:
-        return dict(torch.load(self._checked(REST), map_location="cpu", weights_only=True))
+        data = self.folder.read(self.simple(self.manifest["rest"]))
+        return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
 
     def names(self, prefix: str) -> list[str]:
         return [name.removeprefix(prefix) for name in self.manifest["tensors"] if name.startswith(prefix)]
 
+    def stored(self, name: str) -> StoredTensor:
+        return StoredTensor(self, name)
+
     def whole(self, name: str) -> Tensor:
         """A tensor, put together from its blocks, on the host."""
-        entry = self.manifest["tensors"][name]
-        tensor = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
-        for block in entry["blocks"]:
-            with open(self._checked(block["file"]), "rb") as data:
-                data.seek(block["begin"])
-                part = torch.load(io.BytesIO(data.read(block["length"])), map_location="cpu", weights_only=True)
-            place = tuple(slice(at, at + size) for at, size in zip(block["offsets"], block["sizes"], strict=True))
-            tensor[place] = part
-        return tensor
-
-
-class Lazy(Mapping[Any, Any]):
-    """A mapping whose values are made when they are asked for."""
-
-    def __init__(self, makers: Mapping[Any, Callable[[], Any]]) -> None:
-        self._makers = makers
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._makers[key]()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._makers)
-
-    def __len__(self) -> int:
-        return len(self._makers)
-
-
-def take_apart(checkpoint: dict[str, Any]) -> tuple[dict[str, Entry], dict[str, Any]]:
-    """What Lightning has collected, as tensors of which ranks hold pieces, by name, and the rest."""
-    entries: dict[str, Entry] = {}
-    rest = dict(checkpoint)
-    state = rest.pop("state_dict", {})
-    for name, value in state.items():
-        if isinstance(value, Entry):
-            entries[f"model.{name}"] = value
-    rest["state_dict"] = {name: None if isinstance(value, Entry) else value for name, value in state.items()}
-    optimizers = []
-    for number, optimizer in enumerate(rest.pop("optimizer_states", [])):
-        plain: dict[int, dict[str, Any]] = {}
-        for index, values in optimizer["state"].items():
-            plain[index] = {key: value for key, value in values.items() if not isinstance(value, Entry)}
-            entries.update(
-                {
-                    f"optimizer.{number}.{index}.{key}": value
-                    for key, value in values.items()
-                    if isinstance(value, Entry)
-                }
-            )
-        optimizers.append({"state": plain, "param_groups": optimizer["param_groups"]})
-    if "optimizer_states" in checkpoint:
-        rest["optimizer_states"] = optimizers
-    return entries, rest
-
-
-def put_together(reader: Reader) -> dict[str, Any]:
-    """A checkpoint as Lightning has it, whose tensors are read when they are asked for."""
-    checkpoint = reader.rest()
-    stored = checkpoint["state_dict"]
-    makers = {name: partial(reader.whole, f"model.{name}") for name in reader.names("model.")}
-    checkpoint["state_dict"] = Lazy({name: makers.get(name, partial(stored.get, name)) for name in stored})
-    for number, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
-        keys: dict[int, list[str]] = {index: [] for index in optimizer["state"]}
-        for name in reader.names(f"optimizer.{number}."):
-            index, _, key = name.partition(".")
-            keys.setdefault(int(index), []).append(key)
-
-        def values(
-            index: int, number: int = number, keys: Any = keys, plain: Any = optimizer["state"]
-        ) -> dict[str, Any]:
-            tensors = {key: reader.whole(f"optimizer.{number}.{index}.{key}") for key in keys[index]}
-            return {**plain.get(index, {}), **tensors}
-
-        optimizer["state"] = Lazy({index: partial(values, index) for index in sorted(keys)})
-    return checkpoint
+        stored = self.stored(name)
+        return stored.part([0] * len(stored.shape), stored.shape)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_partrain.parallel.batchnorm import batch_norm_layers
+from lightning_partrain.parallel.hollow import is_hollow
 
 #: Tensors travel in pieces of about this size.
 BROADCAST_BYTES = 64 << 20
@@ -20,7 +21,7 @@ def broadcast_tensors(tensors: list[Tensor], source: int = 0, group: dist.Proces
     """Give every rank of ``group`` the ``tensors`` of global rank ``source``, many small ones at a time."""
     kinds: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        if not tensor.is_meta and tensor.numel() and not isinstance(tensor, DTensor):
+        if tensor.numel() and not isinstance(tensor, DTensor) and not is_hollow(tensor):
             kinds.setdefault(tensor.dtype, []).append(tensor)
     for kind in kinds.values():
         while kind:

@@ -7,7 +7,7 @@ them is gathered for the whole step. Under manual optimization several forward a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from lightning_partrain import compat
 from lightning_partrain.mesh import ParallelMesh
 from lightning_partrain.numerics import local_tensor
+from lightning_partrain.parallel.hollow import give_room, is_hollow, make_hollow
 from lightning_partrain.parallel.optimizer import LocalRows, around_step, is_elementwise, shard_state
-from lightning_partrain.parallel.placement import Fused, without_shards
+from lightning_partrain.parallel.placement import Fused, hollow_without_shards, without_shards
 from lightning_partrain.parallel.replicate import Reduce, ReplicatedModel
 from lightning_partrain.sync.reducer import GradientReducer
 
@@ -65,6 +66,19 @@ class AllToAllReduceScatter(compat.ReduceScatter):
             output_tensor.div_(group.size())
 
 
+def _with_room(param: Tensor) -> Tensor | None:
+    """Give a hollow parameter the memory that ``fully_shard`` asks for, while it cuts it."""
+    if not is_hollow(param):
+        return None
+    give_room([param])
+    return param
+
+
+def _without_room(param: Tensor | None) -> None:
+    if param is not None:
+        make_hollow(param)
+
+
 class FullyShardedModel(ReplicatedModel):
     """``zero_stage=3``; see :class:`ReplicatedModel` for the arguments.
 
@@ -96,7 +110,9 @@ class FullyShardedModel(ReplicatedModel):
             if p not in absent and (p.numel() == 0 or p.ndim == 0 or p not in covered)
         ]
         ignored = {*(p for _, p in self._whole), *absent}
-        self._shard(module, roots, mesh, ignored, find_blocks(module) if blocks is None else blocks, blocks is None)
+        give_room(param for _, param in self._whole)
+        with compat.fsdp_sharding_one_by_one(_with_room, _without_room):
+            self._shard(module, roots, mesh, ignored, find_blocks(module) if blocks is None else blocks, blocks is None)
         self._roots = [root for root in roots if isinstance(root, FSDPModule)]
         steps = [name for name in STEPS if automatic and blocks is None and is_overridden(name, module)]
         self._own_steps = {name: module.__dict__.get(name) for name in steps}  # a user may have set one on the instance
@@ -251,17 +267,19 @@ class FullyShardedModel(ReplicatedModel):
         self._reshard()
         return super().held_state()
 
-    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
+    def load_state_dict(
+        self, names: Collection[str], get: Callable[[str], Any], strict: bool = True, plainly: bool = False
+    ) -> None:
         self._reshard()
-        super().load_state_dict(state_dict, strict)
+        super().load_state_dict(names, get, strict, plainly)
 
-    def release(self) -> None:
-        super().release()
+    def release(self, whole: bool = True) -> None:
+        super().release(whole)
         for name, own in self._own_steps.items():
             self.module.__dict__.pop(name, None)
             if own is not None:
                 self.module.__dict__[name] = own
-        compat.remove_fully_shard(self.module, without_shards)
+        compat.remove_fully_shard(self.module, without_shards if whole else hollow_without_shards)
 
     def state_tensors(self) -> dict[str, list[Tensor]]:
         params = [p.sharded_param for p in compat.fsdp_params(self.module)] + [p for _, p in self._whole]

@@ -6,8 +6,9 @@ as ``fully_shard`` does after a tensor-parallel plan. Axes of a mesh stand in th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_partrain.numerics import local_tensor
+from lightning_partrain.parallel.hollow import hollow
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,26 @@ def without_shards(tensor: DTensor) -> Tensor:
     )
 
 
+def hollow_without_shards(tensor: DTensor) -> Tensor:
+    """The same without its numbers, and without communication."""
+    axis = tensor_axis(tensor)
+    if axis is None:
+        return hollow(tensor.shape, tensor.dtype, tensor.device)
+    mesh, placement = tensor.device_mesh, tensor.placements[axis]
+    shape = list(tensor.shape)
+    dim = placement.dim  # type: ignore[attr-defined]
+    shape[dim] = len(range(shape[dim])[_span(shape[dim], mesh.size(axis), mesh.get_local_rank(axis))])
+    assert mesh.mesh_dim_names is not None
+    return DTensor.from_local(
+        hollow(shape, tensor.dtype, tensor.device),
+        mesh[mesh.mesh_dim_names[axis]],
+        [placement],
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
 @dataclass(frozen=True)
 class Piece:
     """A block of a whole tensor, in the model's own order.
@@ -187,3 +209,36 @@ class Entry:
     @classmethod
     def of(cls, tensor: Tensor, fused: Fused | None = None) -> Entry:
         return cls(tuple(tensor.shape), tensor.dtype, pieces(tensor, fused))
+
+
+@runtime_checkable
+class Stored(Protocol):
+    """A whole tensor that lies elsewhere, as in a file; blocks of it can be had."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def part(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """The block that begins at ``offsets``, on the host."""
+        ...
+
+
+def part_of(value: Tensor | Stored, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """A block of a whole tensor."""
+    if not isinstance(value, Tensor):
+        return value.part(offsets, sizes)
+    return value[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
+
+
+def whole_of(value: Tensor | Stored) -> Tensor:
+    return value if isinstance(value, Tensor) else value.part([0] * len(value.shape), value.shape)
+
+
+@torch.no_grad()
+def fill(tensor: Tensor, value: Tensor | Stored, fused: Fused | None = None) -> None:
+    """Give ``tensor``, which may be cut, its part of a whole one of its shape. No communication."""
+    for piece in pieces(tensor, fused):
+        piece.tensor.copy_(part_of(value, piece.offsets, piece.tensor.shape))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,18 +19,43 @@ except ImportError:  # a step that uses it has it
     numpy = None  # type: ignore[assignment]
 
 
-def share_random_states(group: dist.ProcessGroup) -> None:
-    """Give every rank of ``group`` (tensors on the host) Python's, numpy's and torch's random states of its first rank."""
+def _plain_states() -> dict[str, Any]:
+    """Python's and numpy's, in what JSON can hold."""
     state: dict[str, Any] = {"python": list(random.getstate())}
     if numpy is not None:
         own: Any = numpy.random.get_state()
         state["numpy"] = [own[0], own[1].tolist(), *own[2:]]
-    shared = broadcast_json(state, dist.get_global_rank(group, 0), torch.device("cpu"), group)
-    version, numbers, gauss = shared["python"]
+    return state
+
+
+def _set_plain_states(states: Mapping[str, Any]) -> None:
+    version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
-    if numpy is not None and "numpy" in shared:
-        name, keys, *rest = shared["numpy"]
+    if numpy is not None and "numpy" in states:
+        name, keys, *rest = states["numpy"]
         numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
+
+
+def state_to_save(generators: Mapping[str, torch.Generator]) -> dict[str, Any]:
+    """All random states of this rank and those of ``generators``, as tensors and what JSON can hold."""
+    host, device = torch_states()
+    torchs = {"host": host} if device is None else {"host": host, "device": device}
+    own = {name: generator.get_state() for name, generator in generators.items()}
+    return {**_plain_states(), "torch": torchs, "generators": own}
+
+
+def set_saved_state(states: Mapping[str, Any], generators: Mapping[str, torch.Generator]) -> None:
+    _set_plain_states(states)
+    set_torch_states((states["torch"]["host"], states["torch"].get("device")))
+    for name, generator in generators.items():
+        if name in states["generators"]:
+            generator.set_state(states["generators"][name])
+
+
+def share_random_states(group: dist.ProcessGroup) -> None:
+    """Give every rank of ``group`` (tensors on the host) Python's, numpy's and torch's random states of its first rank."""
+    shared = broadcast_json(_plain_states(), dist.get_global_rank(group, 0), torch.device("cpu"), group)
+    _set_plain_states(shared)
     generators = torch.get_rng_state()
     dist.broadcast(generators, dist.get_global_rank(group, 0), group=group)
     torch.set_rng_state(generators)

@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_partrain.mesh import ParallelMesh
-from lightning_partrain.numerics import as_dtensor, local_tensor
+from lightning_partrain.numerics import local_tensor
+from lightning_partrain.parallel.load import load_state
 from lightning_partrain.parallel.optimizer import LocalRows, around_step, is_elementwise, shard_state
-from lightning_partrain.parallel.placement import Entry, Fused, local_part_of, whole
+from lightning_partrain.parallel.placement import Entry, Fused, whole
 from lightning_partrain.sync.reducer import GradientReducer
 
 Reduce = Literal["window", "micro_batch"]
@@ -176,18 +177,14 @@ class ReplicatedModel:
             for name, value in self.module.state_dict().items()
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
-        now = self.module.state_dict()
-        cut = {
-            name: as_dtensor(local_part_of(value, now[name], self.fused.get(name)), now[name])
-            if isinstance(now.get(name), DTensor) and not isinstance(value, DTensor) and value.shape == now[name].shape
-            else value
-            for name, value in state_dict.items()
-        }
-        self.module.load_state_dict(cut, strict=strict)
+    def load_state_dict(
+        self, names: Collection[str], get: Callable[[str], Any], strict: bool = True, plainly: bool = False
+    ) -> None:
+        """See :func:`load_state`."""
+        load_state(self.module, names, get, strict, self.fused, self.absent, plainly)
 
-    def release(self) -> None:
-        """Make the module whole and plain again, and leave its optimizers alone."""
+    def release(self, whole: bool = True) -> None:
+        """Make the module plain again, and whole (or hollow, where it is not), and leave its optimizers alone."""
         for handle in self._handles:
             handle.remove()
         for optimizer in self._optimizers:

@@ -12,7 +12,7 @@ other times both show the plain parameters.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -283,15 +283,17 @@ class ShardedOptimizerModel(ReplicatedModel):
         self._show(shards=False)
         return super().state_dict(keep)
 
-    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
+    def load_state_dict(
+        self, names: Collection[str], get: Callable[[str], Any], strict: bool = True, plainly: bool = False
+    ) -> None:
         self._show(shards=False)
-        super().load_state_dict(state_dict, strict)
+        super().load_state_dict(names, get, strict, plainly)
 
-    def release(self) -> None:
+    def release(self, whole: bool = True) -> None:
         self._show(shards=False)
         self._views.clear()
         self._plans.clear()
-        super().release()
+        super().release(whole)
 
     def state_tensors(self) -> dict[str, list[Tensor]]:
         states = super().state_tensors()

@@ -20,6 +20,7 @@ from lightning_partrain import compat, numerics
 from lightning_partrain.parallel import token_loss
 from lightning_partrain.parallel.batchnorm import restore_batch_norm, synchronize_batch_norm
 from lightning_partrain.parallel.buffers import SharedBuffers, broadcast_tensors
+from lightning_partrain.parallel.hollow import weightless
 from lightning_partrain.parallel.optimizer import swap_parameters
 from lightning_partrain.parallel.replicate import ReplicatedModel
 from lightning_partrain.parallel.token_loss import TokenLoss
@@ -27,6 +28,7 @@ from lightning_partrain.precision.mesh_mixed import MeshMixedPrecision
 from lightning_partrain.strategies import audit
 from lightning_partrain.strategies.batch_size import meaning
 from lightning_partrain.strategies.checkpoints import CheckpointStrategy, Format
+from lightning_partrain.strategies.initial_values import InitialValues, Pretrained, check_pretrained, held, hold
 from lightning_partrain.strategies.metrics import MetricAgreement
 from lightning_partrain.strategies.peers import Peers
 
@@ -39,6 +41,7 @@ class MeshStrategy(CheckpointStrategy):
     Args:
         process_group_backend, timeout: see :class:`RankStrategy`.
         checkpoint_format, async_save: see :class:`CheckpointStrategy`.
+        load_pretrained: see :class:`Hybrid3DStrategy`.
     """
 
     def __init__(
@@ -47,8 +50,11 @@ class MeshStrategy(CheckpointStrategy):
         timeout: timedelta | float = 1800.0,
         checkpoint_format: Format = "full",
         async_save: bool = False,
+        load_pretrained: Pretrained = None,
     ) -> None:
         super().__init__(process_group_backend, timeout, checkpoint_format, async_save)
+        check_pretrained(load_pretrained)
+        self.load_pretrained = load_pretrained
         self.metrics: MetricAgreement | None = None
         self._blocked = False
         self._step_hooks: list[RemovableHandle] = []
@@ -70,6 +76,7 @@ class MeshStrategy(CheckpointStrategy):
 
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None and self.model is not None and self.mesh is not None
+        assert self.lightning_module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
         audit.audit_module(self.model)
@@ -79,10 +86,13 @@ class MeshStrategy(CheckpointStrategy):
             self.metrics = MetricAgreement(
                 trainer, self.control_group, self.mesh.size("data_parallel"), self.at_epoch_end
             )
-        self.model = self.precision_plugin.convert_module(self.model)
-        self.model_to_device()
+        self.initial = InitialValues(self.model, self.load_pretrained, self._from_first, self.everyone)
+        with weightless(self.model):
+            self.model = self.precision_plugin.convert_module(self.model)
+            self.model_to_device()
         self._use_data_parallel_metrics()
-        broadcast_tensors([t.detach() for t in (*self.model.parameters(), *self.model.buffers())])
+        equal = () if held(self.lightning_module) else self.model.parameters()  # each rank has pieces of its own
+        broadcast_tensors([t.detach() for t in (*equal, *self.model.buffers())])
         self._remember_names(self.model.named_parameters())
         self.peers = Peers(self.peer_groups())
         self.peers.share_random_states()
@@ -90,6 +100,7 @@ class MeshStrategy(CheckpointStrategy):
             self.seed = self.broadcast(int(torch.randint(1 << 62, ())))
         if fitting and self.world_size > 1:
             self.peers.seed_steps(self.seed + self.mesh.data_parallel_rank)
+        self.generators = {} if self.peers.seeds is None else {"steps": self.peers.seeds}
         self.buffers = self.cut(trainer)
         self.cut_layers()
         self._remember_names(self.model.named_parameters())
@@ -98,6 +109,8 @@ class MeshStrategy(CheckpointStrategy):
         self.model_parallel = self.parallelize(self.model, training=fitting)
         self._remember_names(self.model_parallel.named_parameters().items())
         self._stepped = self.model_parallel.stepped
+        self.initial.fill(self.model_parallel, self._awaiting[0] if self._awaiting is not None else ())
+        self.load_awaiting()
         if fitting:
             self.peers.due.add("training_step")
             group = self.mesh.data_parallel_group if self.mesh.size("data_parallel") > 1 else None
@@ -109,6 +122,11 @@ class MeshStrategy(CheckpointStrategy):
             self._attach_precision(trainer)
             if self.metrics is not None:
                 self.metrics.watch()
+
+    def _from_first(self, tensor: Tensor) -> Tensor:
+        if self.world_size > 1:
+            dist.broadcast(tensor, 0, group=self.control_group)
+        return tensor
 
     def audit(self, trainer: Any) -> None:
         """Refuse what this strategy cannot honour. Subclasses add to it."""
@@ -340,8 +358,8 @@ class MeshStrategy(CheckpointStrategy):
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 
-    def join(self) -> None:
-        """Undo :meth:`cut_layers` and :meth:`cut`: the module is whole on every rank again."""
+    def join(self, whole: bool) -> None:
+        """Undo :meth:`cut_layers` and :meth:`cut`: the module is whole on every rank again, or hollow where it was cut."""
 
     def on_train_end(self) -> None:
         self.wait_for_checkpoint()
@@ -351,17 +369,22 @@ class MeshStrategy(CheckpointStrategy):
             assert self.lightning_module is not None
             if not self._failed:
                 self.buffers.share(with_batch_norm=True)
-                self.model_parallel.release()
-                self.join()
+                whole = not self.initial.born or self.world_size == 1
+                if not whole:
+                    hold(self.lightning_module, self._held_state())
+                self.model_parallel.release(whole)
+                self.join(whole)
                 self._remember_names(self.lightning_module.named_parameters())
             self.model_parallel = None
+            self._awaiting = None
             self._let_go()
             while self._step_hooks:
                 self._step_hooks.pop().remove()
             if self._layer_sync is not None:
                 restore_batch_norm(self.lightning_module)
             if self.root_device.type != "cpu":
-                self.lightning_module.cpu()
+                with weightless(self.lightning_module):
+                    self.lightning_module.cpu()
         if self.metrics is not None:
             self.metrics.close()
             self.metrics = None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,15 +15,21 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_partrain import compat
-from lightning_partrain.checkpoint import full, sharded
+from lightning_partrain.checkpoint import extra, full, sharded, state
+from lightning_partrain.checkpoint.folder import Folder, is_remote
+from lightning_partrain.checkpoint.sharded import DiskFullError
 from lightning_partrain.parallel.buffers import SharedBuffers
+from lightning_partrain.parallel.deferred import DeferredInit
 from lightning_partrain.parallel.placement import Entry, Fused
 from lightning_partrain.parallel.replicate import ReplicatedModel
 from lightning_partrain.precision.mesh_mixed import STATE_KEY, MeshMixedPrecision
+from lightning_partrain.strategies import resume
+from lightning_partrain.strategies.initial_values import held
 from lightning_partrain.strategies.ranks import RankStrategy
 from lightning_partrain.sync.messages import gather_json, meet
 
@@ -66,14 +72,42 @@ class CheckpointStrategy(RankStrategy):
         self.checkpoint_format, self.async_save = checkpoint_format, async_save
         self._writer: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
+        self._no_room = False  # for the checkpoint that was to be written last
+        self.generators: dict[
+            str, torch.Generator
+        ] = {}  # of which the steps of this rank draw; kept after a run, to be saved
+        self._awaiting: tuple[Mapping[str, Any], bool] | None = None
+        compat.agree_on_checkpoint_path(
+            lambda strategy, path: (
+                resume.agreed_path(strategy, path) if isinstance(strategy, CheckpointStrategy) else path
+            )
+        )
         self.model_parallel: ReplicatedModel | None = None
         self._stepped: Callable[[Tensor], Tensor] = lambda param: param
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """With ``empty_init=True``, what is built holds no numbers: each rank gets those of its part in setup, as one process would have had
+        them. Otherwise modules are built on the host, and moved in setup."""
+        with DeferredInit() if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
 
     def layout(self) -> dict[str, Any]:
         """What a checkpoint records of the layout that wrote it."""
         assert self.mesh is not None
         sizes = self.mesh.sizes
         return {"strategy": type(self).__name__, "dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard}
+
+    def extra_state(self) -> dict[str, Any]:
+        """What this strategy keeps beside the model and the optimizers, by name; see :mod:`lightning_partrain.checkpoint.extra`.
+
+        Called on all ranks whenever a checkpoint with optimizers is saved, also after a run. Strategies add to what their base gives.
+        """
+        return resume.random_states(self)
+
+    def load_extra_state(self, saved: extra.Extra) -> None:
+        """Take it back, after model and optimizers. It may lack what the strategy that wrote it did not have."""
+        resume.set_random_states(self, saved)
 
     def fused(self, param: Tensor) -> Fused | None:
         """The order in which ranks hold a parameter of an optimizer together, where it is not the model's."""
@@ -110,9 +144,17 @@ class CheckpointStrategy(RankStrategy):
         assert self.lightning_module is not None
         self._meet_to_save()
         if self.model_parallel is None:
-            return self.lightning_module.state_dict()
+            return self._state_between_runs()
         self.buffers.share(with_batch_norm=True)
         return self._whole_state() if self.checkpoint_format == "full" else self._held_state()
+
+    def _state_between_runs(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        state, pieces = self.lightning_module.state_dict(), held(self.lightning_module)
+        if self.checkpoint_format == "sharded":
+            whole = {name: Entry.of(value) for name, value in state.items() if isinstance(value, Tensor)}
+            return {**state, **whole, **pieces}
+        return {**state, **extra.gather(pieces, self.global_rank, self.everyone, self._gather_group)}
 
     def _held_state(self) -> dict[str, Any]:
         assert self.model_parallel is not None
@@ -140,8 +182,6 @@ class CheckpointStrategy(RankStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         path = self.broadcast(filepath)  # rank 0's: others may have formatted it from their own numbers
-        if not self.is_global_zero and self.checkpoint_format == "full":
-            return
         groups = [
             [[_NAMES.get(p, "") for p in g["params"]] for g in compat.unwrap_optimizer(o).param_groups]
             for o in self.optimizers
@@ -150,35 +190,77 @@ class CheckpointStrategy(RankStrategy):
             checkpoint[STATE_KEY] = checkpoint.pop(MeshMixedPrecision.__qualname__)
         layout = self.layout() if self.mesh else {}
         checkpoint[full.KEY] = full.describe(layout, groups)
+        more, plain = self._extra(checkpoint)
+        checkpoint[full.KEY]["extra"] = plain
         if self.checkpoint_format == "sharded":
-            if "://" in str(path):
-                raise ValueError(
-                    f"checkpoint_format='sharded' writes into a folder of this machine, not to {path}. Use 'full'."
-                )
-            entries, rest = sharded.take_apart(checkpoint)
-            self._save_sharded(Path(path), entries, rest, layout)
+            entries, rest = state.take_apart(checkpoint)
+            entries.update({f"{extra.PREFIX}{name}": entry for name, entry in more.items()})
+            self._save_sharded(path, entries, rest, layout)
             return
-        if type(self.checkpoint_io) is TorchCheckpointIO and "://" not in str(path) and storage_options is None:
-            with full.replace_when_complete(path) as aside:
-                self.checkpoint_io.save_checkpoint(checkpoint, aside)
-        else:
-            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        if more:
+            checkpoint[full.KEY]["tensors"] = extra.gather(more, self.global_rank, self.everyone, self._gather_group)
+        if self.is_global_zero:
+            self._save_full(path, checkpoint, storage_options)
 
-    def _save_sharded(
-        self, path: Path, entries: dict[str, Entry], rest: dict[str, Any], layout: dict[str, Any]
-    ) -> None:
+    def _extra(self, checkpoint: Mapping[str, Any]) -> tuple[dict[str, Entry], dict[str, Any]]:
+        if "optimizer_states" not in checkpoint or self.mesh is None:
+            return {}, {}
+        return extra.take_apart({**self.extra_state(), **resume.loader_states(self, checkpoint)})
+
+    def everyone(self, value: Any) -> list[Any]:
+        """:meth:`all_ranks`, also before there are several."""
+        return self.all_ranks(value) if self.world_size > 1 else [value]
+
+    @property
+    def _gather_group(self) -> dist.ProcessGroup | None:
+        return self.control_group if self.world_size > 1 else None
+
+    def _save_full(self, path: Any, checkpoint: dict[str, Any], storage_options: Any) -> None:
+        try:
+            if type(self.checkpoint_io) is TorchCheckpointIO and not is_remote(path) and storage_options is None:
+                with full.replace_when_complete(path) as aside:
+                    self.checkpoint_io.save_checkpoint(checkpoint, aside)
+            else:
+                self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        except OSError as error:
+            if not sharded.is_full_disk(error):
+                raise
+            self._tell_no_room(path, error)
+        else:
+            self._no_room = False
+
+    def _save_sharded(self, path: Any, entries: dict[str, Entry], rest: dict[str, Any], layout: dict[str, Any]) -> None:
         assert self.lightning_module is not None
         later = self.async_save and self.lightning_module.trainer.state.status == TrainerStatus.RUNNING
         self.wait_for_checkpoint()
-        write = sharded.begin(path, entries, rest, layout, self.global_rank, self.all_ranks, copy=later)
+        begun = sharded.begin(path, entries, rest, layout, self.global_rank, self.everyone, copy=later)
+
+        def write(everyone: sharded.Everyone) -> None:
+            try:
+                begun(everyone)
+                self._no_room = False
+            except DiskFullError as error:
+                self._tell_no_room(path, error)
+
         if not later:
-            write(self.all_ranks)
-            return
+            write(self.everyone)
+        elif self.world_size == 1:
+            self._writing = self._thread.submit(write, self.everyone)
+        else:
+            gather = partial(gather_json, device=torch.device("cpu"), group=self._own_group)
+            self._writing = self._thread.submit(write, gather)
+
+    def _tell_no_room(self, path: Any, error: Exception) -> None:
+        self._no_room = True
+        rank_zero_warn(
+            f"There is no room on the disk for the checkpoint {path}: training goes on without it, and older ones are kept. {error}"
+        )
+
+    @property
+    def _thread(self) -> ThreadPoolExecutor:
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self._writing = self._writer.submit(
-            write, partial(gather_json, device=torch.device("cpu"), group=self._own_group)
-        )
+        return self._writer
 
     @cached_property
     def _own_group(self) -> dist.ProcessGroup:
@@ -195,29 +277,50 @@ class CheckpointStrategy(RankStrategy):
             writing, self._writing = self._writing, None
             writing.result()
 
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Once the one in flight, which takes its place, is written; not when there was no room for it."""
+
+        def remove() -> None:
+            if self._no_room:
+                return
+            if sharded.is_sharded(filepath):
+                Folder(filepath).delete()
+            else:
+                self.checkpoint_io.remove_checkpoint(filepath)
+
+        if not self.is_global_zero:
+            return
+        if self._writing is None:
+            remove()
+        else:
+            self._thread.submit(remove)
+
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         if sharded.is_sharded(checkpoint_path):
-            checkpoint = sharded.put_together(sharded.Reader(checkpoint_path))
+            checkpoint = resume.read_sharded(self, checkpoint_path)
         else:
+            resume.refuse_other_folders(checkpoint_path)
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if type(self.precision_plugin) is MeshMixedPrecision and STATE_KEY in checkpoint:
             checkpoint[MeshMixedPrecision.__qualname__] = checkpoint.pop(STATE_KEY)
+        resume.set_loader_states(self, checkpoint)
         return checkpoint
 
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        self.wait_for_checkpoint()
-        if self.is_global_zero and sharded.is_sharded(filepath):
-            shutil.rmtree(filepath)
-        elif self.is_global_zero:
-            self.checkpoint_io.remove_checkpoint(filepath)
-
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        if self.model_parallel is None:
-            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
-        else:
-            self.model_parallel.load_state_dict(checkpoint["state_dict"], strict=strict)
+        """Now, or as soon as the module is laid out: then each rank reads what it holds."""
+        self._awaiting = checkpoint["state_dict"], strict
+        if self.model_parallel is not None:
+            self.load_awaiting()
+
+    def load_awaiting(self) -> None:
+        if self._awaiting is None:
+            return
+        assert self.model_parallel is not None
+        (saved, strict), self._awaiting = self._awaiting, None
+        self.model_parallel.load_state_dict(saved, partial(state.stored_in, saved), strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             full.load_full_optimizer_state(compat.unwrap_optimizer(optimizer), saved, self._stepped, self.fused)
+        if full.KEY in checkpoint:
+            self.load_extra_state(resume.extra_of(checkpoint))

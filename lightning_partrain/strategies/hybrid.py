@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from lightning_partrain.mesh import ParallelSizes, Size
 from lightning_partrain.parallel.fully_shard import FullyShardedModel
+from lightning_partrain.parallel.hollow import give_room
 from lightning_partrain.parallel.pipeline.schedule import Schedule
 from lightning_partrain.parallel.replicate import Reduce, ReplicatedModel
 from lightning_partrain.parallel.shard import ShardedOptimizerModel
 from lightning_partrain.strategies import audit
 from lightning_partrain.strategies.auto_sizes import choose_sizes, device_memory, parse_memory
 from lightning_partrain.strategies.checkpoints import Format
+from lightning_partrain.strategies.initial_values import Pretrained
 from lightning_partrain.strategies.loaders import same_length
 from lightning_partrain.strategies.shared_batches import KINDS, SharedLoader
 from lightning_partrain.strategies.tensor_parallel import TensorParallelStrategy
@@ -59,6 +61,9 @@ class Hybrid3DStrategy(TensorParallelStrategy):
             each what it holds. Every layout loads both.
         async_save: with ``"sharded"``, let training go on once the state is copied to the memory of the host, while it is written. An
             error is raised at the next step; the next checkpoint waits for the one before.
+        load_pretrained: weights to begin with, of which each rank reads what it holds: a safetensors or torch file, a folder of them as
+            Hugging Face writes it, or a checkpoint of this package. A mapping from submodules to such paths says for which part of the model
+            they are. A checkpoint given as ``ckpt_path`` goes before them.
 
     Raises:
         ValueError: for a size, stage or option that cannot be.
@@ -82,6 +87,7 @@ class Hybrid3DStrategy(TensorParallelStrategy):
         timeout: timedelta | float = 1800.0,
         checkpoint_format: Format = "full",
         async_save: bool = False,
+        load_pretrained: Pretrained = None,
     ) -> None:
         super().__init__(
             tensor_parallel_plan,
@@ -92,6 +98,7 @@ class Hybrid3DStrategy(TensorParallelStrategy):
             timeout,
             checkpoint_format,
             async_save,
+            load_pretrained,
         )
         if zero_stage not in (0, 1, 2, 3) or isinstance(zero_stage, bool):
             raise ValueError(
@@ -212,6 +219,8 @@ class Hybrid3DStrategy(TensorParallelStrategy):
         assert self.mesh is not None and self.lightning_module is not None
         absent = self.pipeline.absent if self.pipeline is not None else frozenset[Tensor]()
         fused = self._fused_names
+        if self.zero_stage < 3 or not (training or self._gathers):
+            give_room(param for param in module.parameters() if param not in absent)
         if self.zero_stage == 0 or not (training or self._gathers):
             return ReplicatedModel(module, self.mesh, self.reduce_when, training, absent, fused)
         if self.zero_stage == 3:

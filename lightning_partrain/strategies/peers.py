@@ -22,12 +22,13 @@ class Peers:
 
     Attributes:
         due: the steps of whose next batch peers compare theirs.
+        seeds: of the training steps.
     """
 
     def __init__(self, groups: list[dist.ProcessGroup]) -> None:
         self.groups = groups
         self.due: set[str] = set()
-        self._seeds: torch.Generator | None = None
+        self.seeds: torch.Generator | None = None
 
     def share_random_states(self) -> None:
         """Load and draw alike from here on, also when a hook has drawn on one of them. Collective over the peers."""
@@ -36,12 +37,12 @@ class Peers:
 
     def seed_steps(self, seed: int) -> None:
         """``seed`` is the same on peers, and another on every data-parallel rank."""
-        self._seeds = torch.Generator().manual_seed(seed)
+        self.seeds = torch.Generator().manual_seed(seed)
 
     def seed_of_step(self) -> AbstractContextManager[None]:
-        if self._seeds is None:
+        if self.seeds is None:
             return nullcontext()
-        return seeded(int(torch.randint(1 << 62, (), generator=self._seeds)))
+        return seeded(int(torch.randint(1 << 62, (), generator=self.seeds)))
 
     def compare_batches(self, step: str, args: tuple[Any, ...]) -> None:
         """Collective over the peers, where the step is :attr:`due`.

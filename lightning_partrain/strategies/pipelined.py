@@ -26,6 +26,7 @@ from lightning_partrain.strategies import audit
 from lightning_partrain.strategies.base import MeshStrategy
 from lightning_partrain.strategies.checkpoints import Format
 from lightning_partrain.strategies.first_batch import first_steps
+from lightning_partrain.strategies.initial_values import Pretrained
 
 
 class PipelinedStrategy(MeshStrategy):
@@ -37,6 +38,7 @@ class PipelinedStrategy(MeshStrategy):
         num_microbatches, schedule, pipeline_split: see :class:`Hybrid3DStrategy`.
         process_group_backend, timeout: see :class:`RankStrategy`.
         checkpoint_format, async_save: see :class:`CheckpointStrategy`.
+        load_pretrained: see :class:`Hybrid3DStrategy`.
     """
 
     def __init__(
@@ -48,8 +50,9 @@ class PipelinedStrategy(MeshStrategy):
         timeout: timedelta | float,
         checkpoint_format: Format,
         async_save: bool,
+        load_pretrained: Pretrained,
     ) -> None:
-        super().__init__(process_group_backend, timeout, checkpoint_format, async_save)
+        super().__init__(process_group_backend, timeout, checkpoint_format, async_save, load_pretrained)
         if num_microbatches != "auto" and (
             not isinstance(num_microbatches, int) or isinstance(num_microbatches, bool) or num_microbatches < 1
         ):
@@ -111,6 +114,7 @@ class PipelinedStrategy(MeshStrategy):
             audit.audit_fingerprints(self.all_ranks((*pipeline.fingerprint(steps), self.mesh.data_parallel_rank)))
         pipeline.empty()
         self.pipeline = pipeline
+        self.generators["micro-batches"] = pipeline.generator
         return SharedBuffers(
             self.lightning_module,
             self.mesh.data_parallel_group,
@@ -229,15 +233,6 @@ class PipelinedStrategy(MeshStrategy):
         homes = {index: self._optimizer_homes.get(name, 0) for index, name in enumerate(names)}
         return {**own, "state": state.collect(homes, own["state"], self._stage_host_group)}
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self.pipeline is None:
-            super().load_model_state_dict(checkpoint, strict)
-            return
-        with state.without_absent(self.pipeline) as absent:
-            whole = checkpoint["state_dict"]
-            here = {name: whole[name] for name in whole if name not in absent}
-            super().load_model_state_dict({"state_dict": here}, strict)
-
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self.pipeline is None:
             super().load_optimizer_state_dict(checkpoint)
@@ -247,11 +242,11 @@ class PipelinedStrategy(MeshStrategy):
             params = [p for group in compat.unwrap_optimizer(optimizer).param_groups for p in group["params"]]
             here = {i: whole["state"][i] for i in whole["state"] if params[int(i)] not in self.pipeline.absent}
             saved.append({**whole, "state": here})
-        super().load_optimizer_state_dict({"optimizer_states": saved})
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": saved})
 
-    def join(self) -> None:
+    def join(self, whole: bool) -> None:
         if self.pipeline is not None and self.pipeline.stages > 1:
-            state.make_whole(self.pipeline)
+            state.make_whole(self.pipeline, whole)
 
     def teardown(self) -> None:
         if self.pipeline is not None and self.pipeline.stage is not None:

@@ -15,6 +15,7 @@ from lightning_partrain.parallel.placement import Fused
 from lightning_partrain.parallel.tensor.plan import Plan, check_plan, regions, resolve, together
 from lightning_partrain.parallel.tensor.tensor import TensorParallel
 from lightning_partrain.strategies.checkpoints import Format
+from lightning_partrain.strategies.initial_values import Pretrained
 from lightning_partrain.strategies.pipelined import PipelinedStrategy
 
 #: What torch says where a parameter that is cut meets a tensor outside of its layer.
@@ -31,6 +32,7 @@ class TensorParallelStrategy(PipelinedStrategy):
         num_microbatches, schedule, pipeline_split: see :class:`PipelinedStrategy`.
         process_group_backend, timeout: see :class:`RankStrategy`.
         checkpoint_format, async_save: see :class:`CheckpointStrategy`.
+        load_pretrained: see :class:`Hybrid3DStrategy`.
     """
 
     def __init__(
@@ -43,9 +45,17 @@ class TensorParallelStrategy(PipelinedStrategy):
         timeout: timedelta | float,
         checkpoint_format: Format,
         async_save: bool,
+        load_pretrained: Pretrained,
     ) -> None:
         super().__init__(
-            num_microbatches, schedule, pipeline_split, process_group_backend, timeout, checkpoint_format, async_save
+            num_microbatches,
+            schedule,
+            pipeline_split,
+            process_group_backend,
+            timeout,
+            checkpoint_format,
+            async_save,
+            load_pretrained,
         )
         check_plan(tensor_parallel_plan)
         self.tensor_parallel_plan = tensor_parallel_plan
@@ -127,10 +137,10 @@ class TensorParallelStrategy(PipelinedStrategy):
 
     # -- the end ---------------------------------------------------------------------------------------------------------
 
-    def join(self) -> None:
+    def join(self, whole: bool) -> None:
         if self.tensor_parallel is not None:
-            self.tensor_parallel.release()
-        super().join()
+            self.tensor_parallel.release(whole)
+        super().join(whole)
 
     def teardown(self) -> None:
         super().teardown()

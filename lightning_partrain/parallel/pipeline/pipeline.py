@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_partrain.mesh import ParallelMesh
 from lightning_partrain.parallel import token_loss
 from lightning_partrain.parallel.buffers import broadcast_tensors
+from lightning_partrain.parallel.hollow import is_hollow, make_hollow
 from lightning_partrain.parallel.pipeline import batch as batches
 from lightning_partrain.parallel.pipeline.cut import (
     Cut,
@@ -31,7 +32,7 @@ from lightning_partrain.parallel.pipeline.record import Recording, record
 from lightning_partrain.parallel.pipeline.results import LogBook, loggers_of_a_step, messages, share_metrics
 from lightning_partrain.parallel.pipeline.schedule import Schedule, build_schedule, run_one_stage
 from lightning_partrain.parallel.pipeline.sources import digest
-from lightning_partrain.parallel.pipeline.stage import Stage, empty_of_numbers
+from lightning_partrain.parallel.pipeline.stage import Stage
 from lightning_partrain.parallel.pipeline.units import CannotCutError, Unit, block_lists, find_units
 from lightning_partrain.parallel.random_states import seeded
 
@@ -75,7 +76,7 @@ class Pipeline:
     ) -> None:
         self._together = together
         self._seed = seed
-        self._generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(seed)
         self.module, self.mesh, self.device, self.contexts = module, mesh, device, contexts
         self.num_microbatches, self.kind, self.split = num_microbatches, schedule, split
         self.stages, self.index = mesh.size("pp"), mesh.rank("pp")
@@ -174,7 +175,15 @@ class Pipeline:
         book = LogBook(self.module)
         # all ranks look at the same way through a step that draws its way
         with seeded(self._seed), book.open(), loggers_of_a_step(self.module.trainer, recording=True):
-            return record(self.module, self.units, name, args, self.contexts[name], book.values, whole=not self.absent)
+            return record(
+                self.module,
+                self.units,
+                name,
+                args,
+                self.contexts[name],
+                book.values,
+                whole=not any(map(is_hollow, self.module.parameters())),
+            )
 
     def _key(self, name: str, part: Any, args: tuple[Any, ...]) -> Hashable:
         trained = tuple(p.requires_grad for p in self.module.parameters())  # a callback may freeze and unfreeze
@@ -201,8 +210,7 @@ class Pipeline:
         for name, param in self.module.named_parameters():
             if self.index not in self.lives[name]:
                 self.absent.add(param)
-                number = empty_of_numbers(torch.empty((), dtype=param.dtype, device=param.device))
-                param.data = number.expand(param.shape)
+                make_hollow(param)
                 param.grad = None
 
     def own_blocks(self) -> list[nn.Module]:
@@ -412,7 +420,7 @@ class Pipeline:
     def _seeds(self, number: int, args: tuple[Any, ...]) -> list[int]:
         """A seed for each micro-batch of this data-parallel rank: what one process would draw that runs all of them."""
         ranks, rank = self.mesh.size("data_parallel"), self.mesh.rank("data_parallel")
-        generator = self._generator
+        generator = self.generator
         if not torch.is_grad_enabled():  # evaluation leaves those of training alone, but differs from batch to batch
             generator = torch.Generator().manual_seed((self._seed + 1 + hash(args[1:])) % (1 << 63))
         drawn = torch.randint(1 << 62, (ranks * number,), generator=generator)

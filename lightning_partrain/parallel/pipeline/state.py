@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_partrain.parallel.buffers import broadcast_tensors
+from lightning_partrain.parallel.hollow import give_room
 from lightning_partrain.parallel.pipeline.pipeline import Pipeline
 
 #: One entry of a state dict, or what an optimizer keeps for one parameter.
@@ -77,35 +77,14 @@ def state_homes(pipeline: Pipeline) -> dict[str, int]:
     return {name: pipeline.home(name) for name in pipeline.module.state_dict()}
 
 
-@contextmanager
-def without_absent(pipeline: Pipeline) -> Iterator[set[str]]:
-    """The module without the parameters that live on other stages; gives their names."""
-    hidden: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    names = {n for n, p in pipeline.module.named_parameters(remove_duplicate=False) if p in pipeline.absent}
-    for module in pipeline.module.modules():
-        before = dict(module._parameters)
-        if any(p in pipeline.absent for p in before.values() if p is not None):
-            hidden.append((module._parameters, before))
-            for key, param in before.items():
-                if param is not None and param in pipeline.absent:
-                    del module._parameters[key]
-    try:
-        yield names
-    finally:
-        for parameters, before in hidden:
-            parameters.clear()
-            parameters.update(before)
-
-
 @torch.no_grad()
-def make_whole(pipeline: Pipeline) -> None:
-    """Give every stage all parameters and buffers. Collective over the stages."""
+def make_whole(pipeline: Pipeline, parameters: bool) -> None:
+    """Give every stage all buffers and (or else they stay hollow) parameters. Collective over the stages."""
     group = pipeline.mesh.group("pp")
     module = pipeline.module
     by_home: dict[int, list[Tensor]] = {stage: [] for stage in range(pipeline.stages)}
-    for name, param in module.named_parameters():
-        if param in pipeline.absent:
-            param.data = torch.empty(param.shape, dtype=param.dtype, device=param.device)
+    for name, param in module.named_parameters() if parameters else ():
+        give_room([param])
         by_home[pipeline.home(name)].append(param.detach())
     for name, buffer in module.named_buffers():
         by_home[pipeline.home(name)].append(buffer)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_partrain.mesh import ParallelMesh
+from lightning_partrain.parallel.hollow import hollow, is_hollow, make_hollow
 from lightning_partrain.parallel.placement import Fused, whole
 from lightning_partrain.parallel.tensor.alike import check_gradients, check_loss
 from lightning_partrain.parallel.tensor.attributes import replace, restore
@@ -135,7 +136,7 @@ class TensorParallel:
         for module, key, param, _ in self._places:
             module._parameters[key] = new[param]
         for param in new:  # whoever still holds it gets no numbers
-            param.data = param.data.new_full((), float("nan")).expand(param.shape)
+            make_hollow(param)
             param.grad = None
         for layer in layers:
             self._install(layer)
@@ -152,11 +153,15 @@ class TensorParallel:
                 f"{name!r} has a hook on its gradient, of which each rank would see a part only. Use on_before_optimizer_step, or give its "
                 "module the style 'replicate' in tensor_parallel_plan."
             )
-        fused = self._fused_of(param, cut) if cut.parts > 1 else None
-        ordered = fused.by_rank(param) if fused is not None else param.detach()
-        local = ordered.chunk(self.group.size(), cut.dim)[self.group.rank()].clone(
-            memory_format=torch.contiguous_format
-        )
+        if is_hollow(param):
+            part = torch.empty(param.shape, device="meta").chunk(self.group.size(), cut.dim)[self.group.rank()]
+            local = hollow(part.shape, param.dtype, param.device)
+        else:
+            fused = self._fused_of(param, cut) if cut.parts > 1 else None
+            ordered = fused.by_rank(param) if fused is not None else param.detach()
+            local = ordered.chunk(self.group.size(), cut.dim)[self.group.rank()].clone(
+                memory_format=torch.contiguous_format
+            )
         shape, stride = param.shape, torch.empty(param.shape, device="meta").stride()
         tensor = DTensor.from_local(
             local, self.mesh.device_mesh["tp"], [Shard(cut.dim)], run_check=False, shape=shape, stride=stride
@@ -229,8 +234,8 @@ class TensorParallel:
     # -- whole again -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def release(self) -> None:
-        """Make the model whole on every rank, with the parameters that it had. Collective over the tensor-parallel ranks."""
+    def release(self, as_whole: bool) -> None:
+        """Give the model the parameters that it had: whole on every rank, which is collective over the tensor-parallel ranks, or hollow."""
         for check in self._checks:
             check.disarm()
         for handle in self._handles:
@@ -241,7 +246,9 @@ class TensorParallel:
             if original not in done:
                 done.add(original)
                 assert isinstance(param, DTensor)
-                original.data = whole(param, self.fused.get(path))
+                original.data = (
+                    whole(param, self.fused.get(path)) if as_whole else hollow(param.shape, param.dtype, param.device)
+                )
                 original.requires_grad_(param.requires_grad)
             module._parameters[key] = original
         for module in self.root.modules():

@@ -1,0 +1,155 @@
+"""What a run resumes from, and what is each rank's own in it: random states, positions in data loaders."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_partrain.checkpoint import full, sharded, state
+from lightning_partrain.checkpoint.extra import PREFIX, Extra, PerRank
+from lightning_partrain.checkpoint.folder import is_remote
+from lightning_partrain.checkpoint.newest import newest_good
+from lightning_partrain.parallel import random_states as numbers
+
+if TYPE_CHECKING:
+    from lightning_partrain.strategies.checkpoints import CheckpointStrategy
+
+LAST_GOOD = "last_good"
+RANDOM, LOADERS = "random_states", "loaders"
+
+
+# -- where from --------------------------------------------------------------------------------------------------------
+
+
+def agreed_path(strategy: CheckpointStrategy, path: Any) -> Any:
+    """Rank 0's path, on all ranks: others may have looked in folders of their own. ``"last_good"`` is looked for. Collective."""
+    found: Any = str(path) if path is not None else None
+    if strategy.global_rank == 0 and found == LAST_GOOD:
+        found = _last_good(strategy)
+    return strategy.broadcast(found)
+
+
+def _last_good(strategy: CheckpointStrategy) -> str | None:
+    assert strategy.lightning_module is not None
+    trainer = strategy.lightning_module.trainer
+    folders = [str(c.dirpath) for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath]
+    # without a dirpath of one's own: <logger>/version_<n>/checkpoints, and every run has another version
+    roots = [posixpath.dirname(posixpath.dirname(f)) for f in folders if posixpath.basename(f) == "checkpoints"]
+    good, wrong = newest_good([*folders, *filter(None, roots)], depth=4)
+    for problem in wrong:
+        rank_zero_warn(f"ckpt_path='last_good' passes over a newer checkpoint. {problem}")
+    if good is None:
+        looked = ", ".join(folders) or "no folder: there is no ModelCheckpoint"
+        rank_zero_warn(f"ckpt_path='last_good' found no checkpoint (in {looked}). Training starts from the beginning.")
+    else:
+        rank_zero_info(f"ckpt_path='last_good' is {good}.")
+    return good
+
+
+def read_sharded(strategy: CheckpointStrategy, path: Any) -> dict[str, Any]:
+    """A checkpoint whose tensors are read later. All files are looked at first, each by one rank. Collective.
+
+    Raises:
+        ValueError: on all ranks, for a damaged one; says which is the newest good one beside it.
+    """
+    try:
+        reader = sharded.Reader(path)
+        reader.check(strategy.global_rank, strategy.everyone)
+    except ValueError as error:
+        parent = posixpath.dirname(str(path).rstrip("/"))
+        good = newest_good([parent])[0] if strategy.global_rank == 0 else None
+        good = strategy.broadcast(good)
+        way_out = f"The newest good one beside it is {good}" if good else "There is no good one beside it"
+        raise ValueError(f"{error} {way_out}; ckpt_path='last_good' looks for one.") from None
+    checkpoint = state.put_together(reader)
+    makers = {name: partial(reader.stored, f"{PREFIX}{name}") for name in reader.names(PREFIX)}
+    checkpoint.setdefault(full.KEY, {})["tensors"] = state.Lazy(makers)
+    return checkpoint
+
+
+def refuse_other_folders(path: Any) -> None:
+    """Raises ValueError for what is no file, and for a file of a folder that is a checkpoint."""
+    if is_remote(path):
+        return
+    place = Path(path)
+    if place.is_file() and sharded.is_sharded(place.parent):
+        raise ValueError(
+            f"{place} is one file of a sharded checkpoint. Give the folder: ckpt_path={str(place.parent)!r}."
+        )
+    if place.is_dir():
+        kind = "was written by another strategy" if (place / ".metadata").is_file() else "is no complete checkpoint"
+        raise ValueError(
+            f"The folder {place} {kind}: it has no {sharded.MANIFEST}. For folders of Lightning's FSDPStrategy and ModelParallelStrategy: "
+            f"lightning-partrain convert {place} NEW --to sharded."
+        )
+
+
+# -- what is each rank's own ----------------------------------------------------------------------------------------------
+
+
+def extra_of(checkpoint: Mapping[str, Any]) -> Extra:
+    own = checkpoint[full.KEY]
+    tensors = own.get("tensors", {})
+    return Extra(own.get("extra", {}), {name: partial(state.stored_in, tensors, name) for name in tensors})
+
+
+def random_states(strategy: CheckpointStrategy) -> dict[str, Any]:
+    return {RANDOM: PerRank(numbers.state_to_save(strategy.generators), strategy.global_rank, strategy.layout())}
+
+
+def set_random_states(strategy: CheckpointStrategy, saved: Extra) -> None:
+    """Where the layout is the one that wrote them; in others, ranks do not draw for the same samples."""
+    states = saved.of_rank(RANDOM, strategy.global_rank, strategy.layout())
+    if states is not None:
+        numbers.set_saved_state(states, strategy.generators)
+
+
+def _position(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    return checkpoint.get("loops", {}).get("fit_loop", {})
+
+
+def _ranks_with_data(strategy: CheckpointStrategy) -> dict[str, Any]:
+    assert strategy.mesh is not None
+    return {"data_parallel": strategy.mesh.size("data_parallel")}
+
+
+def loader_states(strategy: CheckpointStrategy, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the stateful loaders that Lightning found, one for each data-parallel rank; of its ranks, the first loads for all."""
+    states = _position(checkpoint).get("state_dict", {}).get("combined_loader")
+    assert strategy.mesh is not None
+    if not states or strategy.mesh.rank("tp") or strategy.mesh.rank("pp"):
+        return {}
+    return {LOADERS: PerRank(states, strategy.mesh.data_parallel_rank, _ranks_with_data(strategy))}
+
+
+def set_loader_states(strategy: CheckpointStrategy, checkpoint: dict[str, Any]) -> None:
+    """Let Lightning give each rank's loaders what its own had.
+
+    Raises:
+        ValueError: for a position in the middle of an epoch that so many ranks had not.
+    """
+    position = _position(checkpoint).get("state_dict", {})
+    if not position.get("combined_loader") or full.KEY not in checkpoint or strategy.mesh is None:
+        return
+    saved, among = extra_of(checkpoint), _ranks_with_data(strategy)
+    own = saved.of_rank(LOADERS, strategy.mesh.data_parallel_rank, among)
+    if own is not None:
+        position["combined_loader"] = own
+        return
+    if LOADERS not in saved.plain:
+        return
+    progress = _position(checkpoint).get("epoch_loop.batch_progress", {})
+    if progress.get("current", {}).get("completed", 0) and not progress.get("is_last_batch"):
+        before = saved.plain[LOADERS]["among"]["data_parallel"]
+        raise ValueError(
+            f"The checkpoint was saved in the middle of an epoch, at positions that {before} data-parallel ranks had in their stateful data "
+            f"loaders, and this run has {among['data_parallel']}. Resume with data_parallel_size={before}, or from a checkpoint at the end of "
+            "an epoch."
+        )
+    position["combined_loader"] = []

@@ -1,0 +1,315 @@
+"""What a resumed run goes on from: random states, positions in loaders, the newest good checkpoint, a strategy's own state."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_partrain.checkpoint import sharded
+from lightning_partrain.checkpoint.extra import Extra, PerRank
+from lightning_partrain.checkpoint.folder import LATEST
+from lightning_partrain.parallel.placement import whole_of
+from lightning_partrain.strategies import Hybrid3DStrategy
+from tests.harness import RankFailure, run_ranks, trainer
+
+FORMATS = ("full", "sharded")
+
+
+class Drops(pl.LightningModule):
+    """Draws in every step; remembers what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 6)) for _ in range(4)]
+        self.layers = nn.Sequential(*layers, nn.Linear(6, 1))
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        x, y, number = batch
+        loss = F.mse_loss(self.layers(x).squeeze(-1), y)
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, _: int) -> None:
+        self.seen.append((batch[2].tolist(), float(outputs["loss"])))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def samples(number: int = 32) -> TensorDataset:
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(number, 6, generator=draw, dtype=torch.float64)
+    return TensorDataset(x, x.sum(1), torch.arange(number))
+
+
+class StatefulLoader(DataLoader):
+    """Goes on after so many batches."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.given = self.skip = 0
+
+    def __iter__(self) -> Any:
+        skip, self.skip = self.skip, 0
+        self.given = 0
+        for batch in super().__iter__():
+            self.given += 1
+            if self.given > skip:
+                yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given, "first": int(self.dataset.tensors[2][0])}  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["first"] == int(self.dataset.tensors[2][0]), "another rank's"  # type: ignore[attr-defined]
+        self.skip = state["given"]
+
+
+def go(
+    ranks: int,
+    layout: dict[str, Any],
+    seed: int = 0,
+    resume: Any = None,
+    loader: Any = None,
+    callbacks: Any = (),
+    strategy: type[Hybrid3DStrategy] = Hybrid3DStrategy,
+    save: Path | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Each rank's batches and losses."""
+
+    def fit(rank: int) -> Any:
+        torch.manual_seed(0)
+        module = Drops().double()
+        torch.manual_seed(seed)
+        run = trainer(
+            strategy(timeout=60, **layout),
+            ranks,
+            precision="64-true",
+            callbacks=list(callbacks),
+            enable_checkpointing=bool(callbacks),
+            **options,
+        )
+        peers = layout.get("tensor_parallel_size", 1) * layout.get("pipeline_parallel_size", 1)
+        data = samples()
+        replica = rank // layout.get("tensor_parallel_size", 1) % (ranks // peers)
+        if loader is not None:
+            tensors = [t[replica :: ranks // peers] for t in data.tensors]
+            run.fit(module, loader(TensorDataset(*tensors), 4), ckpt_path=resume)
+        else:
+            run.fit(module, DataLoader(data, batch_size=4, shuffle=True), ckpt_path=resume)
+        if save is not None:
+            run.save_checkpoint(save)
+        return module.seen, {name: p.detach().clone() for name, p in module.named_parameters()}
+
+    return run_ranks(ranks, fit)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, {"checkpoint_format": "full"}),
+        (2, {"pipeline_parallel_size": 2, "checkpoint_format": "sharded"}),
+        pytest.param(2, {"tensor_parallel_size": 2, "checkpoint_format": "full"}, marks=pytest.mark.slow),
+        pytest.param(2, {"zero_stage": 3, "checkpoint_format": "sharded"}, marks=pytest.mark.slow),
+        pytest.param(1, {"checkpoint_format": "sharded"}, marks=pytest.mark.slow),
+    ],
+)
+def test_random_numbers_go_on(tmp_path: Path, ranks: int, layout: dict[str, Any]) -> None:
+    """Order of samples and dropout of the second epoch, although the resumed run has another seed."""
+    straight = go(ranks, layout, max_epochs=2)
+    go(ranks, layout, max_epochs=1, save=tmp_path / "one.ckpt")
+    for expected, got in zip(straight, go(ranks, layout, 5, tmp_path / "one.ckpt", max_epochs=2), strict=True):
+        assert got[0] == expected[0][len(expected[0]) // 2 :]
+
+
+def saved_in_the_middle(folder: Path, ranks: int, layout: dict[str, Any], loader: Any) -> None:
+    """After two steps of an epoch, in ``middle.ckpt``."""
+    saving = ModelCheckpoint(folder, filename="middle", every_n_train_steps=2, save_top_k=1, enable_version_counter=False)
+    go(ranks, layout, loader=loader, max_steps=2, callbacks=[saving])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_loaders_go_on_where_each_rank_was(tmp_path: Path, kind: str) -> None:
+    layout = {"checkpoint_format": kind}
+
+    def loader(data: TensorDataset, batch: int) -> StatefulLoader:
+        return StatefulLoader(data, batch_size=batch)
+
+    straight = go(2, layout, loader=loader, max_steps=4)
+    saved_in_the_middle(tmp_path, 2, layout, loader)
+    resumed = go(2, layout, loader=loader, max_steps=4, resume=tmp_path / "middle.ckpt")
+    for expected, got in zip(straight, resumed, strict=True):
+        assert [batch for batch, _ in got[0]] == [batch for batch, _ in expected[0][2:]]
+    with pytest.raises(RankFailure, match="positions that 2 data-parallel ranks had") as failure:
+        go(4, layout, loader=loader, max_steps=4, resume=tmp_path / "middle.ckpt")
+    assert all("Resume with data_parallel_size=2" in report for report in failure.value.reports)
+
+
+def test_torchdata_s_loader_goes_on(tmp_path: Path) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def loader(data: TensorDataset, batch: int) -> Any:
+        return stateful(data, batch_size=batch, shuffle=True)
+
+    for layout in ({"pipeline_parallel_size": 2}, {}):
+        straight = go(2, layout, loader=loader, max_steps=5)
+        saved_in_the_middle(tmp_path, 2, layout, loader)
+        resumed = go(2, layout, loader=loader, max_steps=5, resume=tmp_path / "middle.ckpt")
+        for expected, got in zip(straight, resumed, strict=True):
+            assert [batch for batch, _ in got[0]][:1] == [batch for batch, _ in expected[0][2:]][:1]
+
+
+class Keeps(Hybrid3DStrategy):
+    """A strategy with state of every kind; the one documented hook."""
+
+    def extra_state(self) -> dict[str, Any]:
+        rank = self.global_rank
+        feedback = {"error": torch.full((3,), float(rank)), "step": [1, 2]}
+        assert self.model_parallel is not None
+        return {
+            **super().extra_state(),
+            "momentum": self.model_parallel.held_state()["layers.0.0.weight"],
+            "whole": torch.arange(4),
+            "feedback": PerRank(feedback, rank, self.layout()),
+            "rounds": 7,
+        }
+
+    def load_extra_state(self, saved: Extra) -> None:
+        super().load_extra_state(saved)
+        loaded = {
+            "momentum": whole_of(saved["momentum"]),
+            "whole": whole_of(saved["whole"]),
+            "rounds": saved["rounds"],
+            "feedback": saved.of_rank("feedback", self.global_rank, self.layout()),
+        }
+
+        self.lightning_module.seen.append(loaded)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_strategy_s_own_state(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "own.ckpt"
+    layout = {"checkpoint_format": kind, "zero_stage": 3, "tensor_parallel_size": 1}
+    saving = ModelCheckpoint(tmp_path, filename="own", every_n_train_steps=2)
+    saved = go(2, layout, strategy=Keeps, max_steps=2, callbacks=[saving])
+    same = go(2, layout, strategy=Keeps, max_steps=2, resume=path)
+    other = go(2, {**layout, "zero_stage": 0, "pipeline_parallel_size": 2}, strategy=Keeps, max_steps=2, resume=path)
+    go(2, {"checkpoint_format": kind}, max_steps=2, resume=path)  # by a strategy that knows nothing of it
+    for rank in range(2):
+        for run, feedback in ((same, True), (other, False)):
+            own = run[rank][0][-1]
+            assert torch.equal(own["momentum"], saved[rank][1]["layers.0.0.weight"]) and own["rounds"] == 7
+            assert torch.equal(own["whole"], torch.arange(4))
+            if feedback:
+                assert own["feedback"]["error"].tolist() == [float(rank)] * 3 and own["feedback"]["step"] == [1, 2]
+            else:
+                assert own["feedback"] is None
+
+
+def damage(path: Path) -> None:
+    file = path if path.is_file() else next(path.glob("__0_*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 255
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_newest_good_one_is_found(tmp_path: Path, kind: str) -> None:
+    def saving() -> list[Any]:
+        return [ModelCheckpoint(tmp_path / "ck", every_n_train_steps=2, save_top_k=-1, filename="{step}")]
+
+    layout = {"checkpoint_format": kind}
+    first = go(2, layout, resume="last_good", callbacks=saving(), max_steps=6)  # there is none yet
+    assert len(first[0][0]) == 6
+    names = sorted(each.name for each in (tmp_path / "ck").iterdir())
+    assert names == ([LATEST] if kind == "sharded" else []) + [f"step={step}.ckpt" for step in (2, 4, 6)] or names == [
+        *(f"step={step}.ckpt" for step in (2, 4, 6))
+    ] or set(names) == {LATEST, *(f"step={step}.ckpt" for step in (2, 4, 6))}
+    if kind == "sharded":
+        assert (tmp_path / "ck" / LATEST).read_text().strip() == "step=6.ckpt"
+    damage(tmp_path / "ck" / "step=6.ckpt")
+    if kind == "sharded":
+        with pytest.raises(RankFailure, match=r"has changed since it was written.*step=4.ckpt") as failure:
+            go(2, layout, resume=tmp_path / "ck" / "step=6.ckpt", max_steps=6)
+        assert all("step=4.ckpt" in report for report in failure.value.reports)
+    resumed = go(2, layout, resume="last_good", callbacks=saving(), max_steps=6)
+    assert all(len(rank[0]) == 2 for rank in resumed)
+
+
+@pytest.mark.parametrize(("kind", "asynchronous"), [("full", False), ("sharded", False), ("sharded", True)])
+def test_a_full_disk_leaves_the_one_before_and_training_goes_on(
+    tmp_path: Path, kind: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second save finds no room; the callback would remove the first one, whose place it takes."""
+    from lightning_partrain.checkpoint import full
+    from lightning_partrain.strategies import checkpoints
+
+    class Fills(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step != 2:
+                return
+
+            def no_room(*_: Any) -> Any:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            trainer.strategy.wait_for_checkpoint()  # type: ignore[attr-defined]
+            if trainer.global_rank == (1 if kind == "sharded" else 0):
+                sharded._write = no_room
+                full.replace_when_complete = checkpoints.full.replace_when_complete = no_room
+
+    layout = {"checkpoint_format": kind, "async_save": asynchronous}
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=1, filename="{step}")
+    trained = go(2, layout, callbacks=[saving, Fills()], max_steps=4)
+    assert all(len(rank[0]) == 4 for rank in trained)
+    assert [each.name for each in tmp_path.iterdir() if each.name != LATEST and not _empty(each)] == ["step=2.ckpt"]
+    resumed = go(2, layout, resume=tmp_path / "step=2.ckpt", max_steps=4)
+    for expected, got in zip(trained, resumed, strict=True):
+        assert len(got[0]) == 2 and {name: p.shape for name, p in got[1].items()} == {
+            name: p.shape for name, p in expected[1].items()
+        }
+
+
+def _empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def test_a_folder_in_memory(tmp_path: Path) -> None:
+    def fit(rank: int) -> list[float]:
+        losses = []
+        for epochs, path in ((2, None), (1, None), (2, "memory://runs/first")):
+            torch.manual_seed(0)
+            module = Drops().double()
+            run = trainer(Hybrid3DStrategy(checkpoint_format="sharded"), precision="64-true", max_epochs=epochs)
+            run.fit(module, DataLoader(samples(), batch_size=4), ckpt_path=path)
+            if epochs == 1:
+                run.save_checkpoint("memory://runs/first")
+                run.save_checkpoint("memory://runs/first")  # over the one before
+            losses.append(module.seen[-1][1])
+        return losses
+
+    (losses,) = run_ranks(1, fit)
+    assert losses[2] == losses[0] != losses[1]
+
+
+def test_words_for_what_is_no_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "some.ckpt"
+    go(1, {"checkpoint_format": "sharded"}, max_steps=1, save=path)
+    file = next(path.glob("__0_*.distcp"))
+    with pytest.raises(RankFailure, match=r"is one file of a sharded checkpoint. Give the folder"):
+        go(1, {}, resume=file, max_steps=2)
+    (path / sharded.MANIFEST).unlink()
+    with pytest.raises(RankFailure, match=r"written by another strategy: it has no manifest.json.*convert"):
+        go(1, {}, resume=path, max_steps=2)
+    with pytest.raises(RankFailure, match=r"Checkpoint file not found|No such file"):
+        go(1, {}, resume=tmp_path / "none.ckpt", max_steps=2)
