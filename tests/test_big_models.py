@@ -40,7 +40,6 @@ class Born(Base):
         self.kind, self.how, self.model = kind, how, None
 
     def build_model(self) -> nn.Module:
-        torch.manual_seed(3)
         if self.kind == "llama":
             return LlamaForCausalLM(LlamaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2))
         return GPT(layers=4, width=32, heads=4, context=12)
@@ -80,7 +79,7 @@ def train(
         strategy = Hybrid3DStrategy(timeout=60, **{**sizes, **arguments}) if layout is not None else "auto"
         recorder = Recorder()
         run = trainer(strategy, ranks, precision="64-true", max_epochs=epochs, callbacks=[recorder])
-        torch.manual_seed(rank)  # ranks need not agree
+        torch.manual_seed(3 + rank)  # ranks need not agree: the first rank's numbers count
         module = Born(kind, how)
         tensor, stages = (sizes.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "pipeline"))
         replicas = ranks // tensor // stages
@@ -114,6 +113,94 @@ def test_born_in_pieces_as_in_one_process(tmp_path: Path, kind: str, layout: str
         for name, value in theirs.items():
             got = ours[name] if ours else sharded.Reader(path).whole(f"model.{name}")
             torch.testing.assert_close(got, value, rtol=10 * exact, atol=exact / 10 if kind == "gpt" else 1e-4)
+
+
+def pretrained(folder: Path) -> dict[str, torch.Tensor]:
+    """A model as others publish it, in several files, untied."""
+    torch.manual_seed(7)
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2))
+    model.save_pretrained(folder, max_shard_size="10KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return {name: value.double() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("how", ["plain", "born", "meta"])
+@pytest.mark.parametrize("layout", ["tp2-zero0", "dp2-zero3"])
+def test_pretrained_weights_are_read_in_pieces(tmp_path: Path, layout: str, how: str) -> None:
+    theirs = pretrained(tmp_path / "published")
+    ranks, sizes = LAYOUTS[layout]
+
+    def fit(rank: int) -> Any:
+        strategy = Hybrid3DStrategy(timeout=60, load_pretrained=str(tmp_path / "published"), **sizes)
+        run = trainer(strategy, ranks, precision="64-true", max_steps=1)
+        module = Born("llama", how)
+        data = shares(tuple(d.clamp(max=90) for d in CASES["gpt"].data(torch.float64)), 0, 1)
+        before = run.validate(module, data, verbose=False)  # has them
+        run.save_checkpoint(tmp_path / "as loaded")
+        run.fit(module, data)
+        after = run.validate(module, data, verbose=False)  # trained, and not loaded again
+        return before[0]["val_loss"], after[0]["val_loss"]
+
+    assert len(set(run_ranks(ranks, fit))) == 1
+    got = torch.load(tmp_path / "as loaded", weights_only=True)["state_dict"]
+    assert {f"model.{name}" for name in theirs} == set(got)
+    for name, value in theirs.items():
+        assert torch.equal(got[f"model.{name}"], value)
+    before, after = run_ranks(ranks, fit)[0]
+    assert after < before
+
+
+def test_a_checkpoint_goes_before_pretrained_weights(tmp_path: Path) -> None:
+    pretrained(tmp_path / "published")
+    ((losses, _, _),) = train(None, "llama", "plain", epochs=2)
+    train("tp2-zero0", "llama", "born", save=tmp_path / "one")
+    resumed = train(
+        "tp2-zero0", "llama", "born", epochs=2, resume=tmp_path / "one", load_pretrained=str(tmp_path / "published")
+    )
+    assert resumed[0][0] == pytest.approx(losses[len(losses) // 2 :], rel=1e-6)
+
+
+def test_weights_that_do_not_suit_are_refused_everywhere(tmp_path: Path) -> None:
+    pretrained(tmp_path / "published")
+    with pytest.raises(RankFailure, match=r"load_pretrained=\{") as failure:
+        train("tp2-zero0", "gpt", "born", load_pretrained=str(tmp_path / "published"))
+    assert all("ValueError" in report for report in failure.value.reports)
+    with pytest.raises(RankFailure, match=r"load_pretrained=.*nothing.* There is no file or folder"):
+        train("tp2-zero0", "gpt", "born", load_pretrained=str(tmp_path / "nothing"))
+    with pytest.raises(ValueError, match="must be a path, or a mapping"):
+        Hybrid3DStrategy(load_pretrained=3)  # type: ignore[arg-type]
+
+
+def test_modules_on_the_meta_device_initialise_themselves(tmp_path: Path) -> None:
+    """In the order of the modules: the same on one rank and on several, whatever the seeds of the others."""
+    ((one, _, _),) = [train("one", "llama", "meta")[0]]
+    for layout in ("tp2-zero0", "dp2-zero3"):
+        for losses, _, _ in train(layout, "llama", "meta"):
+            assert losses == pytest.approx(one, rel=1e-6)
+
+
+def test_numbers_that_are_elsewhere_are_not_made_up(tmp_path: Path) -> None:
+    """A module that was born in pieces, and another strategy: only a checkpoint has the numbers."""
+
+    def fit(rank: int) -> Any:
+        data = shares(tuple(d.clamp(max=90) for d in CASES["gpt"].data(torch.float64)), 0, 1)
+        module = Born("gpt", "born")
+        first = trainer(Hybrid3DStrategy(tensor_parallel_size=2), 2, precision="64-true", max_steps=1)
+        first.fit(module, data)
+        path = tmp_path / "kept.ckpt"
+        first.save_checkpoint(path)
+        expected = first.validate(module, data, verbose=False)[0]["val_loss"]
+        second = trainer(Hybrid3DStrategy(tensor_parallel_size=2), 2, precision="64-true")
+        assert second.validate(module, data, verbose=False)[0]["val_loss"] == expected  # the same layout
+        third = trainer(Hybrid3DStrategy(pipeline_parallel_size=2), 2, precision="64-true")
+        got = third.validate(module, data, ckpt_path=path, verbose=False)[0]["val_loss"]
+        assert got == pytest.approx(expected)
+        fourth = trainer(Hybrid3DStrategy(zero_stage=0), 2, precision="64-true")
+        with pytest.raises(ValueError, match="Save a checkpoint after that run"):
+            fourth.validate(module, data, verbose=False)
+        return True
+
+    assert run_ranks(2, fit) == [True, True]
 
 
 def megabytes(what: str) -> float:
@@ -198,4 +285,4 @@ def test_no_rank_ever_holds_more_than_its_share(tmp_path: Path, stage: int) -> N
             assert found["set up"] - own["set up"] < 1.1 * share + largest
             assert found["saved"] - own["saved"] < 0.1 * share + 2 * largest  # a tensor, and what is written of it
             # a whole replica has parameters, gradients and momentum; here, blocks are whole while they are compared with their cut ones
-            assert found["trained"] - own["trained"] < 0.55 * 3 * model
+            assert found["trained"] - own["trained"] < 0.6 * 3 * model

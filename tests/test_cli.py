@@ -39,6 +39,7 @@ ARGUMENTS = {
     "share_batches": False,
     "checkpoint_format": "full",
     "async_save": False,
+    "load_pretrained": None,
     "memory_limit": None,
     "process_group_backend": None,
     "timeout": 1800.0,

@@ -115,6 +115,7 @@ class _Block:
 
     def __init__(self, unread: Unread) -> None:
         self.offsets, self._unread = (0,) * len(unread.shape), unread
+        self.nbytes = torch.Size(unread.shape).numel() * unread.dtype.itemsize
 
     @property
     def tensor(self) -> Tensor:

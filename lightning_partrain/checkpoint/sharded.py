@@ -138,7 +138,7 @@ def _attempt(do: Callable[[], Any], everyone: Everyone) -> list[Any]:
 
 def owned(entries: Mapping[str, Entry], rank: int, everyone: Everyone) -> tuple[list[tuple[str, Entry, Piece]], str]:
     """The blocks that this rank writes (of the ranks that hold one, that with the least to write so far), and a name for this save."""
-    held = {name: [[*map(int, p.offsets), p.tensor.nbytes] for p in entry.pieces] for name, entry in entries.items()}
+    held = {name: [[*map(int, p.offsets), p.nbytes] for p in entry.pieces] for name, entry in entries.items()}
     answers = everyone([held, secrets.token_hex(4)])
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     size: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -253,8 +253,8 @@ class StoredTensor:
 
     def part(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Shape ``sizes``; only the rows that it is part of are read."""
-        result = torch.empty(tuple(sizes), dtype=self.dtype)
-        missing = result.numel()
+        result = None
+        missing = torch.Size(sizes).numel()
         for block in self._blocks:
             low = [max(a, b) for a, b in zip(offsets, block["offsets"], strict=True)]
             high = [
@@ -265,12 +265,16 @@ class StoredTensor:
             rows = self._rows(block, low, high)
             for dim in range(1, len(low)):
                 rows = rows.narrow(dim, low[dim] - block["offsets"][dim], high[dim] - low[dim])
+            if list(rows.shape) == list(sizes):
+                return rows
+            if result is None:
+                result = torch.empty(tuple(sizes), dtype=self.dtype)
             place = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))
             result[place] = rows
             missing -= rows.numel()
         if missing:
             raise self._reader.damaged(f"{MANIFEST} has not all blocks of {self._name!r}")
-        return result
+        return torch.empty(tuple(sizes), dtype=self.dtype) if result is None else result
 
     def _rows(self, block: Mapping[str, Any], low: Sequence[int], high: Sequence[int]) -> Tensor:
         sizes = [int(size) for size in block["sizes"]]

@@ -29,6 +29,9 @@ class Lazy(MutableMapping[Any, Any]):
     def __delitem__(self, key: Any) -> None:
         del self._makers[key]
 
+    def __contains__(self, key: Any) -> bool:  # a mapping's own would read the value
+        return key in self._makers
+
     def __iter__(self) -> Iterator[Any]:
         return iter(self._makers)
 

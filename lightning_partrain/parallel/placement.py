@@ -174,6 +174,10 @@ class Piece:
     offsets: tuple[int, ...]
     tensor: Tensor
 
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
 
 def pieces(tensor: Tensor, fused: Fused | None = None) -> list[Piece]:
     """What this rank holds of a tensor: one block, or one of each matrix of a fused parameter. No communication."""

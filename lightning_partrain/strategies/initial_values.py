@@ -133,9 +133,12 @@ class InitialValues:
         found: dict[str, Maker] = {}
         pairs = pretrained.items() if isinstance(pretrained, Mapping) else [(None, pretrained)]
         for submodule, path in pairs:
-            weights = open_weights(path)
-            matched = match(self._module, weights, submodule)
-            rank_zero_info(f"{path}: {matched.describe()}")
+            try:
+                weights = open_weights(path)
+                matched = match(self._module, weights, submodule)
+            except ValueError as error:
+                raise ValueError(f"load_pretrained={path!r} cannot be read. {error}") from error
+            rank_zero_info(f"Pretrained weights from {path}: {matched.describe()}")
             found.update({name: partial(weights.__getitem__, theirs) for name, theirs in matched.names.items()})
         return found
 
