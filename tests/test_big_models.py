@@ -96,7 +96,8 @@ def train(
 
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 @pytest.mark.parametrize(
-    "layout", ["dp2-tp2-pp2", "dp2-zero3", *(pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS if n[-3:] != "pp2")]
+    "layout",
+    ["dp2-tp2-pp2", "dp2-zero3", *(pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS if n[-3:] != "pp2")],
 )
 def test_born_in_pieces_as_in_one_process(tmp_path: Path, kind: str, layout: str) -> None:
     exact = 1e-9 if kind == "gpt" else 1e-6  # transformers computes in float32 inside

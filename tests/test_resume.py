@@ -34,7 +34,7 @@ class Drops(pl.LightningModule):
         self.seen: list[Any] = []
 
     def training_step(self, batch: Any, _: int) -> Tensor:
-        x, y, number = batch
+        x, y, _number = batch
         loss = F.mse_loss(self.layers(x).squeeze(-1), y)
         self.log("loss", loss)
         return loss
@@ -135,7 +135,9 @@ def test_random_numbers_go_on(tmp_path: Path, ranks: int, layout: dict[str, Any]
 
 def saved_in_the_middle(folder: Path, ranks: int, layout: dict[str, Any], loader: Any) -> None:
     """After two steps of an epoch, in ``middle.ckpt``."""
-    saving = ModelCheckpoint(folder, filename="middle", every_n_train_steps=2, save_top_k=1, enable_version_counter=False)
+    saving = ModelCheckpoint(
+        folder, filename="middle", every_n_train_steps=2, save_top_k=1, enable_version_counter=False
+    )
     go(ranks, layout, loader=loader, max_steps=2, callbacks=[saving])
 
 
@@ -233,9 +235,11 @@ def test_the_newest_good_one_is_found(tmp_path: Path, kind: str) -> None:
     first = go(2, layout, resume="last_good", callbacks=saving(), max_steps=6)  # there is none yet
     assert len(first[0][0]) == 6
     names = sorted(each.name for each in (tmp_path / "ck").iterdir())
-    assert names == ([LATEST] if kind == "sharded" else []) + [f"step={step}.ckpt" for step in (2, 4, 6)] or names == [
-        *(f"step={step}.ckpt" for step in (2, 4, 6))
-    ] or set(names) == {LATEST, *(f"step={step}.ckpt" for step in (2, 4, 6))}
+    assert (
+        names == ([LATEST] if kind == "sharded" else []) + [f"step={step}.ckpt" for step in (2, 4, 6)]
+        or names == [*(f"step={step}.ckpt" for step in (2, 4, 6))]
+        or set(names) == {LATEST, *(f"step={step}.ckpt" for step in (2, 4, 6))}
+    )
     if kind == "sharded":
         assert (tmp_path / "ck" / LATEST).read_text().strip() == "step=6.ckpt"
     damage(tmp_path / "ck" / "step=6.ckpt")

@@ -237,7 +237,11 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
         assert now.names("") == later.names("") and now.rest()["global_step"] == later.rest()["global_step"] == int(
             name[2:]
         )
-        assert all(torch.equal(now.whole(tensor), later.whole(tensor)) for tensor in now.names("") if not tensor.startswith("extra."))
+        assert all(
+            torch.equal(now.whole(tensor), later.whole(tensor))
+            for tensor in now.names("")
+            if not tensor.startswith("extra.")
+        )
 
 
 def test_an_error_while_writing_is_raised_at_a_later_step(tmp_path: Path) -> None:

@@ -43,7 +43,11 @@ class Folder:
         if not self._files.isdir(self._root):
             return []
         self._files.invalidate_cache(self._root)
-        return [posixpath.basename(each["name"]) for each in self._files.ls(self._root, detail=True) if each["type"] == "file"]
+        return [
+            posixpath.basename(each["name"])
+            for each in self._files.ls(self._root, detail=True)
+            if each["type"] == "file"
+        ]
 
     def make(self) -> None:
         self._files.makedirs(self._root, exist_ok=True)
