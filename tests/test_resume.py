@@ -317,3 +317,98 @@ def test_words_for_what_is_no_checkpoint(tmp_path: Path) -> None:
         go(1, {}, resume=path, max_steps=2)
     with pytest.raises(RankFailure, match=r"Checkpoint file not found|No such file"):
         go(1, {}, resume=tmp_path / "none.ckpt", max_steps=2)
+
+
+def test_the_first_rank_says_what_is_resumed(tmp_path: Path) -> None:
+    """Ranks whose folders have different names: on their own, the others would find nothing, and begin anew."""
+
+    def fit(rank: int) -> list[int]:
+        steps = []
+        for most in (2, 4):
+            module = Drops().double()
+            saving = ModelCheckpoint(tmp_path / f"of rank {rank}", save_last=True, every_n_train_steps=2)
+            run = trainer(
+                Hybrid3DStrategy(timeout=60),
+                2,
+                precision="64-true",
+                max_steps=most,
+                callbacks=[saving],
+                enable_checkpointing=True,
+            )
+            run.fit(module, DataLoader(samples(), batch_size=4), ckpt_path="last")
+            steps.append(len(module.seen))
+            assert saving.last_model_path == str(tmp_path / "of rank 0" / "last.ckpt")
+        return steps
+
+    assert run_ranks(2, fit) == [[2, 2], [2, 2]]
+
+
+class Options:
+    """What no ``weights_only`` file may hold."""
+
+    def __init__(self) -> None:
+        self.value = 3
+
+
+@pytest.mark.parametrize("born", [False, True])
+def test_weights_only_is_honoured(tmp_path: Path, born: bool) -> None:
+    class Hyper(Drops):
+        def __init__(self, options: Options) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    def fit(rank: int, resume: Path | None, only: bool | None) -> int:
+        run = trainer(Hybrid3DStrategy(zero_stage=3, timeout=60), 2, max_steps=2 if resume else 1, max_epochs=-1)
+        with run.init_module(empty_init=born):
+            module = Hyper(Options())
+        data = DataLoader(TensorDataset(*(t.float() for t in samples().tensors)), batch_size=4)
+        run.fit(module, data, ckpt_path=resume, weights_only=only)
+        run.save_checkpoint(tmp_path / f"{resume is None}.ckpt")
+        return run.global_step
+
+    first = tmp_path / "True.ckpt"
+    run_ranks(2, lambda rank: fit(rank, None, None))
+    with pytest.raises(RankFailure, match="Options was not an allowed global"):
+        run_ranks(2, lambda rank: fit(rank, first, None))
+    assert run_ranks(2, lambda rank: fit(rank, first, False)) == [2, 2]
+
+
+@pytest.mark.parametrize(("kind", "momentum"), [("full", 0.0), ("sharded", 0.9)])
+def test_optimizers_with_little_state(tmp_path: Path, kind: str, momentum: float) -> None:
+    """One that keeps nothing, groups with rates of their own, a frozen parameter, and a scheduler."""
+
+    def fit(rank: int, layout: dict[str, Any], epochs: int, resume: Path | None, save: Path | None) -> Any:
+        torch.manual_seed(0)
+        module = Drops().double()
+        module.layers[1].requires_grad_(False)
+
+        def optimizers() -> Any:
+            first, *rest = [p for p in module.parameters() if p.requires_grad]
+            groups = [{"params": [first], "lr": 0.05}, {"params": rest}]
+            sgd = torch.optim.SGD(groups, lr=0.02, momentum=momentum)
+            return [sgd], [torch.optim.lr_scheduler.StepLR(sgd, 1, 0.5)]
+
+        module.configure_optimizers = optimizers  # type: ignore[method-assign,assignment]
+        for layer in module.modules():
+            if isinstance(layer, nn.Dropout):
+                layer.p = 0.0
+        run = trainer(Hybrid3DStrategy(timeout=60, **layout), 2, precision="64-true", max_epochs=epochs)
+        data = samples()
+        share = TensorDataset(*(t[rank::2] for t in data.tensors))
+        run.fit(module, DataLoader(share, batch_size=4), ckpt_path=resume)
+        if save is not None:
+            run.save_checkpoint(save)
+        rates = [group["lr"] for group in run.optimizers[0].param_groups]
+        return rates, [p.detach().clone() for p in module.parameters()]
+
+    def ranks(*arguments: Any) -> Any:
+        return run_ranks(2, lambda rank: fit(rank, *arguments))[0]
+
+    interleaved = {"zero_stage": 1, "checkpoint_format": kind}
+    rates, expected = ranks(interleaved, 2, None, None)
+    ranks(interleaved, 1, None, tmp_path / "one.ckpt")
+    for layout in ({"zero_stage": 3}, {"zero_stage": 1}):
+        resumed = ranks({**layout, "checkpoint_format": kind}, 2, tmp_path / "one.ckpt", None)
+        assert resumed[0] == rates == [0.0125, 0.005]
+        for value, right in zip(resumed[1], expected, strict=True):
+            torch.testing.assert_close(value, right, rtol=1e-10, atol=1e-12)
