@@ -260,6 +260,7 @@ def weighed(folder: Path, width: int, stage: int, resume: bool) -> list[dict[str
 
     def fit(rank: int) -> dict[str, float]:
         ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what is freed is given back
+        torch.use_deterministic_algorithms(True, warn_only=True)  # memory that torch.empty gives is written to, and so there
         torch.manual_seed(0)
         weighs = Weighs()
         strategy = Hybrid3DStrategy(checkpoint_format="sharded", **arguments)

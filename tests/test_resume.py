@@ -350,7 +350,7 @@ class Options:
         self.value = 3
 
 
-@pytest.mark.parametrize("born", [False, True])
+@pytest.mark.parametrize("born", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_weights_only_is_honoured(tmp_path: Path, born: bool) -> None:
     class Hyper(Drops):
         def __init__(self, options: Options) -> None:
