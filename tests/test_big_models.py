@@ -255,16 +255,24 @@ class Weighs(pl.Callback):
         self.before = megabytes("VmRSS")
 
 
-def weighed(folder: Path, width: int, stage: int, resume: bool) -> list[dict[str, float]]:
-    arguments = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "zero_stage": stage, "timeout": 120}
+def weighed(folder: Path, width: int, stages: int, zero_stage: int, resume: bool) -> list[dict[str, float]]:
+    """On two data-parallel ranks of two tensor-parallel ones each, and so many stages."""
 
     def fit(rank: int) -> dict[str, float]:
         ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what is freed is given back
-        torch.use_deterministic_algorithms(True, warn_only=True)  # memory that torch.empty gives is written to, and so there
+        torch.use_deterministic_algorithms(
+            True, warn_only=True
+        )  # memory that torch.empty gives is written to, and so there
         torch.manual_seed(0)
         weighs = Weighs()
-        strategy = Hybrid3DStrategy(checkpoint_format="sharded", **arguments)
-        run = trainer(strategy, 8, callbacks=[weighs], max_steps=4 if resume else 2, max_epochs=-1)
+        strategy = Hybrid3DStrategy(
+            tensor_parallel_size=2,
+            pipeline_parallel_size=stages,
+            zero_stage=zero_stage,
+            checkpoint_format="sharded",
+            timeout=120,
+        )
+        run = trainer(strategy, 4 * stages, callbacks=[weighs], max_steps=4 if resume else 2, max_epochs=-1)
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, width)), batch_size=4)
         run.fit(Wide(width), loader, ckpt_path=folder if resume else None)
         run.save_checkpoint(folder)
@@ -272,19 +280,22 @@ def weighed(folder: Path, width: int, stage: int, resume: bool) -> list[dict[str
         assert run.global_step == (4 if resume else 2)
         return weighs.most
 
-    return run_ranks(8, fit, timeout=200)
+    return run_ranks(4 * stages, fit, timeout=200)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_no_rank_ever_holds_more_than_its_share(tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("stages", "zero_stage", "times"),
+    [(1, 3, 1), pytest.param(2, 1, 2, marks=pytest.mark.slow), pytest.param(2, 3, 2, marks=pytest.mark.slow)],
+)
+def test_no_rank_ever_holds_more_than_its_share(tmp_path: Path, stages: int, zero_stage: int, times: int) -> None:
     """Beyond what processes need for themselves, as those of a small model do."""
     model, largest = 256.0, 16.0
-    share = model / (8 if stage == 3 else 4)
-    for resume in (False, True):
-        small = weighed(tmp_path / "small", 16, stage, resume)
-        for found, own in zip(weighed(tmp_path / "large", 1024, stage, resume), small, strict=True):
-            own = {name: max(each[name] for each in small) for name in own}
+    share = model / stages / (4 if zero_stage == 3 else 2)
+    for resume in (False, True)[:times]:
+        small = weighed(tmp_path / "small", 16, stages, zero_stage, resume)
+        for found in weighed(tmp_path / "large", 1024, stages, zero_stage, resume):
+            own = {name: max(each[name] for each in small) for name in found}
             assert found["set up"] - own["set up"] < 1.1 * share + largest
             assert found["saved"] - own["saved"] < 0.1 * share + 2 * largest  # a tensor, and what is written of it
             # a whole replica has parameters, gradients and momentum; here, blocks are whole while they are compared with their cut ones
-            assert found["trained"] - own["trained"] < 0.6 * 3 * model
+            assert found["trained"] - own["trained"] < (0.6 if stages == 2 else 0.7) * 3 * model
