@@ -298,4 +298,4 @@ def test_no_rank_ever_holds_more_than_its_share(tmp_path: Path, stages: int, zer
             assert found["set up"] - own["set up"] < 1.1 * share + largest
             assert found["saved"] - own["saved"] < 0.1 * share + 2 * largest  # a tensor, and what is written of it
             # a whole replica has parameters, gradients and momentum; here, blocks are whole while they are compared with their cut ones
-            assert found["trained"] - own["trained"] < (0.6 if stages == 2 else 0.7) * 3 * model
+            assert found["trained"] - own["trained"] < 0.45 * 3 * model
