@@ -46,6 +46,7 @@ lint: $(INSTALLED)
 benchmarks: $(INSTALLED)
 	$(PYTHON) -m benchmarks.overhead
 	$(PYTHON) -m benchmarks.shared_batches
+	$(PYTHON) -m benchmarks.checkpoint
 
 clean:
 	rm -rf build dist runs wandb lightning_logs .mypy_cache .ruff_cache .pytest_cache

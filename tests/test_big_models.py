@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -202,6 +205,123 @@ def test_numbers_that_are_elsewhere_are_not_made_up(tmp_path: Path) -> None:
         return True
 
     assert run_ranks(2, fit) == [True, True]
+
+
+class Odd(Base):
+    """Parameters of one element, tensors that are plain attributes, and a diagonal."""
+
+    def __init__(self, empty: bool) -> None:
+        super().__init__()
+        self.empty = empty
+
+    def configure_model(self) -> None:
+        if hasattr(self, "layers"):
+            return
+        with self.trainer.init_module(empty_init=True) if self.empty else nullcontext():
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(40, 40), nn.PReLU()) for _ in range(3))
+            self.head = nn.Linear(40, 1)
+            self.scale = nn.Parameter(torch.ones(1, 1, dtype=torch.float64))
+            self.table = torch.linspace(0.5, 1.5, 1600, dtype=torch.float64).view(40, 40)
+            self.tables = [self.table + 1]
+            self.register_buffer("mask", torch.ones(40, 40, dtype=torch.float64).fill_diagonal_(0.0))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x = batch[0][:, :10].double().repeat(1, 4)
+        x = x @ (self.table * self.mask) / 400 + x @ self.tables[0] / 400
+        for layer in self.layers:
+            x = layer(x)
+        return (self.head(x) * self.scale).pow(2).mean()
+
+
+@pytest.mark.parametrize("layout", ["dp2-zero3", "pp2"])
+def test_odd_tensors_are_born_too(tmp_path: Path, layout: str) -> None:
+    ranks, sizes = LAYOUTS[layout]
+
+    def fit(rank: int, empty: bool) -> Any:
+        torch.manual_seed(1)
+        replicas = 1 if empty and layout == "pp2" else 2 if empty else 1
+        data = shares(CASES["gpt"].data(torch.float64), rank % replicas, replicas)
+        strategy = Hybrid3DStrategy(timeout=60, **sizes) if empty else "auto"
+        run = trainer(strategy, ranks if empty else 1, precision="64-true")
+        module = Odd(empty)
+        run.fit(module, data)
+        return [run.validate(module, data, verbose=False)[0]["val_loss"] for _ in range(2)]
+
+    ((expected, _),) = run_ranks(1, lambda rank: fit(rank, False))
+    for found in run_ranks(ranks, lambda rank: fit(rank, True)):
+        assert found == pytest.approx([expected, expected], rel=1e-9)
+
+
+def written_after(module: Born) -> None:
+    nn.init.zeros_(module.model.head.weight)
+
+
+def copied_after(module: Born) -> None:
+    module.model.head.weight = nn.Parameter(module.model.head.weight.detach() * 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [(written_after, "was written to while it had no numbers"), (copied_after, "has no numbers \\(NaN everywhere\\)")],
+)
+def test_what_happens_outside_of_the_block_is_refused(change: Any, says: str) -> None:
+    class Changed(Born):
+        def configure_model(self) -> None:
+            super().configure_model()
+            change(self)
+
+    def fit(rank: int) -> None:
+        run = trainer(Hybrid3DStrategy(timeout=60, zero_stage=3), 2, precision="64-true")
+        run.fit(Changed("gpt", "born"), shares(CASES["gpt"].data(torch.float64), rank, 2))
+
+    with pytest.raises(RankFailure, match=says) as failure:
+        run_ranks(2, fit)
+    assert all("model.head.weight" in report for report in failure.value.reports)
+
+
+def test_copies_of_a_model_in_pieces_and_averages_are_refused() -> None:
+    def fit(rank: int) -> bool:
+        data = shares(CASES["gpt"].data(torch.float64), 0, 1)
+        run = trainer(Hybrid3DStrategy(timeout=60, zero_stage=3), 2, precision="64-true", max_steps=1)
+        module = Born("gpt", "born")
+        run.fit(module, data)
+        twin = copy.deepcopy(module)
+        with pytest.raises(ValueError, match="parameters have no numbers"):
+            run.validate(twin, data, verbose=False)
+        return True
+
+    assert run_ranks(2, fit) == [True, True]
+
+    def average(rank: int) -> None:
+        averaging = EMAWeightAveraging()
+        run = trainer(Hybrid3DStrategy(timeout=60, zero_stage=0), 2, precision="64-true", callbacks=[averaging])
+        run.fit(Born("gpt", "born"), shares(CASES["gpt"].data(torch.float64), rank, 2))
+
+    with pytest.raises(RankFailure, match="EMAWeightAveraging keeps a copy of the whole model"):
+        run_ranks(2, average)
+
+
+def test_other_weights_and_new_layers_between_runs(tmp_path: Path) -> None:
+    pretrained(tmp_path / "published")
+
+    def fit(rank: int) -> Any:
+        data = shares(tuple(d.clamp(max=90) for d in CASES["gpt"].data(torch.float64)), 0, 1)
+        module, found = Born("llama", "born"), []
+        for path in (None, str(tmp_path / "published")):  # the second run has them for the first time
+            run = trainer(
+                Hybrid3DStrategy(timeout=60, zero_stage=1, tensor_parallel_size=2, load_pretrained=path),
+                2,
+                precision="64-true",
+            )
+            found.append(run.validate(module, data, verbose=False)[0]["val_loss"])
+        torch.manual_seed(rank)
+        module.new = nn.Linear(8, 8)
+        run.validate(module, data, verbose=False)
+        return found, module.new.weight.detach().clone()
+
+    (first, weight), (second, other) = run_ranks(2, fit)
+    assert first == second and first[0] != first[1]
+    assert torch.equal(weight, other)
 
 
 def megabytes(what: str) -> float:

@@ -201,6 +201,8 @@ def _torch(file: Path) -> dict[str, _Part]:
     for state in (*(found.get(key) for key in KEYS), found) if isinstance(found, Mapping) else ():
         if isinstance(state, Mapping):
             tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+            if any(value.layout is not torch.strided for value in tensors.values()):
+                raise ValueError(f"{file} has sparse tensors, of which no parts can be read. Save it with dense ones.")
             if tensors:
                 return {name: _Part(value.detach(), value.shape, value.dtype) for name, value in tensors.items()}
     raise ValueError(f"{file} has no state dict: neither by itself nor under {', '.join(KEYS)}.")

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_partrain import compat
 from lightning_partrain.parallel import recorded
+from lightning_partrain.parallel.hollow import hollow, is_hollow
 from lightning_partrain.parallel.recorded import (
     ATEN,
     WAY_OUT,
@@ -121,7 +122,7 @@ def set_random_states(module: nn.Module, states: list[Tensor]) -> None:
 
 def _copied(tensor: Tensor) -> Tensor | None:
     if not is_deferred(tensor):
-        return None
+        return hollow(tensor.shape, tensor.dtype, tensor.device) if is_hollow(tensor) else None
     with DeferredInit():
         return tensor.detach().clone()
 
@@ -134,6 +135,12 @@ class _Questions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.fill_diagonal_:  # as one operator: what it is made of asks for strides
+            return (
+                ATEN.fill_diagonal_.default(*args, **kwargs)
+                if record_of(args[0]) is None
+                else _dispatched(ATEN.fill_diagonal_.default, args, kwargs)
+            )
         asked = func in self.strides or func in self.numbers or func is Tensor.contiguous
         record = record_of(args[0]) if asked else None
         if record is None:
@@ -257,10 +264,10 @@ def _record(call: Call, twin: Tensor) -> Record:
 def _deferred(record: Record) -> Tensor:
     """Each has a storage of its own, views too: what they have in common is said by their twins."""
     dtype, shape = record.twin.dtype, record.twin.shape
-    unknown = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    storage: Any = torch.full((1,), unknown, dtype=dtype, device=record.device).untyped_storage()
+    tensor = hollow(shape, dtype, record.device)
+    storage: Any = tensor.untyped_storage()
     storage.deferred = record
-    return torch.empty(0, dtype=dtype, device=record.device).set_(storage, 0, shape, (0,) * len(shape))
+    return tensor
 
 
 def _is_large(result: Any) -> bool:

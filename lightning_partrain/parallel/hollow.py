@@ -1,6 +1,7 @@
 """Parameters without numbers: they live on other stages, or get theirs later.
 
-A hollow tensor has shape, type, device and identity, and the memory of one number, NaN where there is one.
+A hollow tensor has shape, type, device and identity, and the memory of two numbers, of which all of its elements are the second: NaN
+where there is one. That is how it is known again, and seen to be untouched.
 """
 
 from __future__ import annotations
@@ -18,12 +19,22 @@ from lightning_partrain.numerics import local_tensor
 
 def hollow(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
+    storage = torch.full((2,), value, dtype=dtype, device=device).untyped_storage()
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 1, tuple(shape), (0,) * len(shape))
 
 
 def is_hollow(tensor: Tensor) -> bool:
     local = local_tensor(tensor)
-    return local.numel() > 1 and not any(local.stride())
+    if local.layout is not torch.strided or any(local.stride()) or local.storage_offset() != 1 or local.is_meta:
+        return False
+    return local.untyped_storage().nbytes() == 2 * local.element_size()
+
+
+def is_touched(tensor: Tensor) -> bool:
+    """Whether somebody has written to a hollow tensor, which holds no numbers."""
+    if tensor.numel() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    return not bool(local_tensor(tensor)[(0,) * tensor.ndim].isnan())
 
 
 @torch.no_grad()

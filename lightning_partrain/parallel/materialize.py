@@ -47,6 +47,19 @@ def initial_values(module: nn.Module, device: torch.device | None = None) -> dic
     return found
 
 
+def fill_attributes(module: nn.Module) -> None:
+    """Give deferred tensors that are plain attributes of modules, also in lists and dictionaries, their numbers."""
+    for owner in module.modules():
+        waiting = [value for key, value in vars(owner).items() if key not in ("_parameters", "_buffers", "_modules")]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, Tensor):
+                if not isinstance(value, nn.Parameter) and is_deferred(value):
+                    value.data = initial_value(value)
+            elif type(value) in (list, tuple, dict):
+                waiting.extend(value.values() if isinstance(value, dict) else value)
+
+
 def _named_tensors(module: nn.Module, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(recurse=recurse, remove_duplicate=False)
     yield from module.named_buffers(recurse=recurse, remove_duplicate=False)

@@ -85,7 +85,7 @@ def audit_callbacks(callbacks: list[Any], zero_stage: int, stages: int, tensor: 
     Raises:
         ValueError: weight averaging under sharding or over pipeline stages.
     """
-    averaging = tuple(c for c in (StochasticWeightAveraging, WeightAveraging) if c is not None)
+    averaging = _averaging()
     for callback in callbacks:
         if isinstance(callback, averaging) and stages > 1:
             raise ValueError(
@@ -102,6 +102,24 @@ def audit_callbacks(callbacks: list[Any], zero_stage: int, stages: int, tensor: 
                 f"{type(callback).__name__} keeps its own copy of the whole parameters and cannot see that zero_stage={zero_stage} "
                 "shards them. Use zero_stage=0, or remove the callback."
             )
+
+
+def audit_born(born: list[str], callbacks: list[Any]) -> None:
+    """Raise for callbacks that copy a model before it has numbers.
+
+    Raises:
+        ValueError: weight averaging of a model that is born in pieces.
+    """
+    averaging = next((c for c in callbacks if isinstance(c, _averaging())), None)
+    if born and averaging is not None:
+        raise ValueError(
+            f"{type(averaging).__name__} keeps a copy of the whole model, which has been built without its numbers "
+            "(trainer.init_module(empty_init=True), or on the meta device). Build it as usual, or remove the callback."
+        )
+
+
+def _averaging() -> tuple[Any, ...]:
+    return tuple(c for c in (StochasticWeightAveraging, WeightAveraging) if c is not None)
 
 
 def audit_pipeline(trainer: Any) -> None:

@@ -28,7 +28,7 @@ from lightning_partrain.precision.mesh_mixed import MeshMixedPrecision
 from lightning_partrain.strategies import audit
 from lightning_partrain.strategies.batch_size import meaning
 from lightning_partrain.strategies.checkpoints import CheckpointStrategy, Format
-from lightning_partrain.strategies.initial_values import InitialValues, Pretrained, check_pretrained, held, hold
+from lightning_partrain.strategies.initial_values import InitialValues, Pretrained, check_pretrained, hold
 from lightning_partrain.strategies.metrics import MetricAgreement
 from lightning_partrain.strategies.peers import Peers
 
@@ -87,11 +87,14 @@ class MeshStrategy(CheckpointStrategy):
                 trainer, self.control_group, self.mesh.size("data_parallel"), self.at_epoch_end
             )
         self.initial = InitialValues(self.model, self.load_pretrained, self._from_first, self.everyone)
+        audit.audit_born(self.initial.born, trainer.callbacks)
         with weightless(self.model):
             self.model = self.precision_plugin.convert_module(self.model)
             self.model_to_device()
         self._use_data_parallel_metrics()
-        equal = () if held(self.lightning_module) else self.model.parameters()  # each rank has pieces of its own
+        equal = (
+            p for name, p in self.model.named_parameters() if name not in self.initial.held
+        )  # or each has its own pieces
         broadcast_tensors([t.detach() for t in (*equal, *self.model.buffers())])
         self._remember_names(self.model.named_parameters())
         self.peers = Peers(self.peer_groups())

@@ -9,17 +9,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_partrain.checkpoint.pretrained import match, open_weights
 from lightning_partrain.checkpoint.sharded import Everyone
 from lightning_partrain.parallel import deferred
-from lightning_partrain.parallel.hollow import is_hollow, replace_meta
-from lightning_partrain.parallel.materialize import initial_values
+from lightning_partrain.parallel.hollow import is_hollow, is_touched, replace_meta
+from lightning_partrain.parallel.materialize import fill_attributes, initial_values
 from lightning_partrain.parallel.placement import Entry, Piece, Stored, whole_of
 from lightning_partrain.parallel.replicate import ReplicatedModel
 
@@ -29,8 +30,8 @@ Maker = Callable[[], Tensor | Stored]
 #: What this rank holds of models that stay in pieces between runs.
 _HELD: WeakKeyDictionary[nn.Module, dict[str, Entry]] = WeakKeyDictionary()
 
-#: Models that have had the numbers of ``load_pretrained``.
-_PRETRAINED: WeakSet[nn.Module] = WeakSet()
+#: The ``load_pretrained`` of which models have had the numbers last.
+_PRETRAINED: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def check_pretrained(value: Pretrained) -> None:
@@ -93,11 +94,14 @@ class InitialValues:
     ) -> None:
         self._module = module
         before = {name: is_hollow(p) for name, p in module.named_parameters()}
+        self._refuse_touched()
         makers = self._makers(from_first, everyone)
         replace_meta(module)
         for name, buffer in module.named_buffers():
             if name in makers:
                 buffer.data = whole_of(makers[name]())
+        fill_attributes(module)
+        self.held = set(held(module))
         for name, entry in held(module).items():
             if before.get(name) and name not in makers:
                 makers[name] = partial(_HeldTensor, name, entry)
@@ -106,6 +110,7 @@ class InitialValues:
             names.setdefault(param, []).append(name)
         self.born = [aliases[0] for aliases in names.values() if aliases[0] in makers]
         self._lost = [name for name, without in before.items() if without and name not in makers]
+        self._pretrained = "" if pretrained is None else repr(pretrained)
         files = self._files(pretrained)
         self._values: dict[str, Maker] = {name: maker for name, maker in files.items() if name not in before}
         for name, *aliases in names.values():
@@ -128,19 +133,42 @@ class InitialValues:
         return makers
 
     def _files(self, pretrained: Pretrained) -> dict[str, Maker]:
-        if pretrained is None or self._module in _PRETRAINED:
+        if pretrained is None or _PRETRAINED.get(self._module) == self._pretrained:
             return {}
         found: dict[str, Maker] = {}
-        pairs = pretrained.items() if isinstance(pretrained, Mapping) else [(None, pretrained)]
-        for submodule, path in pairs:
+        pairs = list(pretrained.items()) if isinstance(pretrained, Mapping) else [(None, pretrained)]
+        for submodule, path in sorted(
+            pairs, key=lambda pair: len(pair[0] or "")
+        ):  # what is for a part goes before the whole
             try:
                 weights = open_weights(path)
                 matched = match(self._module, weights, submodule)
             except ValueError as error:
                 raise ValueError(f"load_pretrained={path!r} cannot be read. {error}") from error
             rank_zero_info(f"Pretrained weights from {path}: {matched.describe()}")
-            found.update({name: partial(weights.__getitem__, theirs) for name, theirs in matched.names.items()})
+            tensors = self._module.state_dict(keep_vars=True)
+            for name, theirs in matched.names.items():
+                if weights[theirs].dtype.is_complex and not tensors[name].is_complex():
+                    raise ValueError(f"load_pretrained={path!r}: {theirs!r} is complex, and {name!r} is not.")
+                found[name] = partial(weights.__getitem__, theirs)
         return found
+
+    def _refuse_touched(self) -> None:
+        """Numbers that were written where there are none would be lost."""
+        for name, tensor in (*self._module.named_parameters(), *self._module.named_buffers()):
+            if is_hollow(tensor) and is_touched(tensor):
+                raise ValueError(
+                    f"{name!r} was written to while it had no numbers: after the model was built under trainer.init_module(empty_init=True), or "
+                    "between the runs of a model that stays in pieces. Do it inside of that block, or in a hook of a run (on_fit_start)."
+                )
+            if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta and not isinstance(tensor, DTensor):
+                first = tensor.detach()[(0,) * tensor.ndim]
+                if not is_hollow(tensor) and first.isnan() and tensor.detach().isnan().all():
+                    raise ValueError(
+                        f"{name!r} has no numbers (NaN everywhere): it was copied, moved or converted outside of the block "
+                        "trainer.init_module(empty_init=True) that it was built in, or outside of a run. Do it inside of the block; types and "
+                        "devices are the Trainer's matter."
+                    )
 
     @torch.no_grad()
     def fill(self, model: ReplicatedModel, elsewhere: Collection[str]) -> None:
@@ -157,5 +185,7 @@ class InitialValues:
             )
         here = {name: maker for name, maker in self._values.items() if name not in elsewhere}
         model.load_state_dict(here, lambda name: here[name](), strict=False, plainly=True)
-        _PRETRAINED.add(self._module)
+        if self._pretrained:
+            _PRETRAINED[self._module] = self._pretrained
         _HELD.pop(self._module, None)
+        self._values.clear()  # and with them what they keep in memory: files, pieces, numbers that went into them

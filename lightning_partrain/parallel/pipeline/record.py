@@ -250,8 +250,9 @@ def record(
         first_line = (str(error).splitlines() or [""])[0]
         if not whole:
             raise CannotCutError(
-                f"{step} asks tensors for their numbers ({type(error).__name__}: {first_line}), so a batch of another form cannot be "
-                "looked at any more. Give it batches of one shape (drop_last=True), or change the step."
+                f"{step} cannot be looked at on tensors without numbers ({type(error).__name__}: {first_line}), and the model has none: it was "
+                "born without them, or is cut already and a batch of another form came. If the step asks tensors for their numbers, change it, "
+                "or build the model as usual and give it batches of one shape (drop_last=True)."
             ) from error
         try:
             recording = _record(root, units, step, args, context, logged, fake=False)

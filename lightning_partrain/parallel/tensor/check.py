@@ -108,7 +108,9 @@ class RegionCheck:
             return
         self._kinds.add(kind)
         self.seen = True
-        as_it_is = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)  # not for a checkpoint around it
+        as_it_is = torch.autograd.graph.saved_tensors_hooks(
+            Tensor.detach, Tensor.detach
+        )  # not for a checkpoint around it
         with isolate_rng(), _in_eval_mode(module), self._outside_of_stages(), as_it_is:
             narrow = False
             try:
