@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -81,6 +82,7 @@ __all__ = [
     "hold_schedulers",
     "init_dist_connection",
     "keep_float16_on_cpu",
+    "link_only_what_is_there",
     "loads_in_its_own_way",
     "local_part",
     "logged_names",
@@ -608,6 +610,27 @@ def agree_on_checkpoint_path(agreed: Callable[[Any, Any], Any]) -> None:
 
     _CheckpointConnector.resume_start = agreed_resume_start  # type: ignore[method-assign]
     _CheckpointConnector._agrees = True  # type: ignore[attr-defined]
+
+
+def link_only_what_is_there(ours: Callable[[Any], bool]) -> None:
+    """Keep ``ModelCheckpoint(save_last="link")`` from linking to a checkpoint that there was no room for.
+
+    Args:
+        ours: whether a strategy goes on training without a checkpoint.
+    """
+    if getattr(ModelCheckpoint, "_links_only_what_is_there", False):
+        return
+    link = ModelCheckpoint._link_checkpoint
+
+    def checked_link(trainer: Any, filepath: str, linkpath: str) -> None:
+        if ours(trainer.strategy):
+            trainer.strategy.wait_for_checkpoint()
+            if not trainer.strategy.broadcast(os.path.exists(filepath)):
+                return
+        link(trainer, filepath, linkpath)
+
+    ModelCheckpoint._link_checkpoint = staticmethod(checked_link)  # type: ignore[method-assign]
+    ModelCheckpoint._links_only_what_is_there = True  # type: ignore[attr-defined]
 
 
 def loads_in_its_own_way(module: nn.Module) -> bool:

@@ -430,12 +430,12 @@ def hostile(kind: str, value: Any, tmp_path: Path, ours: Path, dcp: Path) -> Pat
         return tmp_path / kind
     if kind == "rest.pt":
         folder = converted(ours, tmp_path / "folder", "sharded")
-        manifest = json.loads((folder / sharded.MANIFEST).read_text())
+        manifest = sharded.Reader(folder).manifest
         name = manifest["rest"]
         torch.save({**loaded(folder / name), "x": value}, folder / name)
         data = (folder / name).read_bytes()
         manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        (folder / sharded.MANIFEST).write_text(json.dumps(manifest))
+        (folder / sharded.MANIFEST).write_bytes(sharded.sealed(manifest))
         return folder
     if kind == "meta.pt":
         torch.save({"x": value}, dcp / "meta.pt")
@@ -610,9 +610,9 @@ def test_damaged_folders_and_safetensors(
 @pytest.mark.parametrize("key", ["files", "tensors", "rest"])
 def test_a_manifest_of_something_else(plain: Path, tmp_path: Path, capsys: Any, key: str) -> None:
     source = converted(plain, tmp_path / "source", "sharded")
-    manifest = json.loads((source / sharded.MANIFEST).read_text())
+    manifest = sharded.Reader(source).manifest
     manifest[key] = [1]
-    (source / sharded.MANIFEST).write_text(json.dumps(manifest))
+    (source / sharded.MANIFEST).write_bytes(sharded.sealed(manifest))
     assert str(source) in refused(source, tmp_path / "target", "full", capsys)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_partrain.checkpoint import sharded
 from lightning_partrain.checkpoint.extra import Extra, PerRank
 from lightning_partrain.checkpoint.folder import LATEST
+from lightning_partrain.checkpoint.newest import problem_of
 from lightning_partrain.parallel.placement import whole_of
 from lightning_partrain.strategies import Hybrid3DStrategy
 from tests.harness import RankFailure, run_ranks, trainer
@@ -243,10 +245,9 @@ def test_the_newest_good_one_is_found(tmp_path: Path, kind: str) -> None:
     if kind == "sharded":
         assert (tmp_path / "ck" / LATEST).read_text().strip() == "step=6.ckpt"
     damage(tmp_path / "ck" / "step=6.ckpt")
-    if kind == "sharded":
-        with pytest.raises(RankFailure, match=r"has changed since it was written.*step=4.ckpt") as failure:
-            go(2, layout, resume=tmp_path / "ck" / "step=6.ckpt", max_steps=6)
-        assert all("step=4.ckpt" in report for report in failure.value.reports)
+    with pytest.raises(RankFailure, match=r"has changed since it was written.*step=4.ckpt") as failure:
+        go(2, layout, resume=tmp_path / "ck" / "step=6.ckpt", max_steps=6)
+    assert all("step=4.ckpt" in report for report in failure.value.reports)
     resumed = go(2, layout, resume="last_good", callbacks=saving(), max_steps=6)
     assert all(len(rank[0]) == 2 for rank in resumed)
 
@@ -282,6 +283,207 @@ def test_a_full_disk_leaves_the_one_before_and_training_goes_on(
         assert len(got[0]) == 2 and {name: p.shape for name, p in got[1].items()} == {
             name: p.shape for name, p in expected[1].items()
         }
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_full_disk_leaves_the_other_format_and_links(tmp_path: Path, kind: str) -> None:
+    """A checkpoint of the same name in the other format is still there, and no link leads to one that is not."""
+    other = "full" if kind == "sharded" else "sharded"
+    path = tmp_path / "one.ckpt"
+    go(1, {"checkpoint_format": other}, max_steps=1, save=path)
+
+    def fit(rank: int) -> None:
+        from lightning_partrain.checkpoint import full
+        from lightning_partrain.strategies import checkpoints
+
+        saving = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1, save_last="link", filename="{step}")
+
+        class Fills(pl.Callback):
+            def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+                def no_room(*_: Any) -> Any:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+
+                if trainer.global_step == 1:
+                    sharded._write = no_room
+                    checkpoints.full.replace_when_complete = full.replace_when_complete = no_room
+
+        run = trainer(
+            Hybrid3DStrategy(checkpoint_format=kind),
+            precision="64-true",
+            max_steps=2,
+            callbacks=[saving, Fills()],
+            enable_checkpointing=True,
+        )
+        run.fit(Drops().double(), DataLoader(samples(), batch_size=4))
+        run.save_checkpoint(path)
+
+    run_ranks(1, fit)
+    assert (tmp_path / "kept" / "last.ckpt").resolve().name == "step=1.ckpt"
+    assert problem_of(str(tmp_path / "kept" / "last.ckpt")) is None and problem_of(str(path)) is None
+    go(1, {"checkpoint_format": kind}, max_steps=2, resume=path, save=path)  # now there is room
+    assert problem_of(str(path)) is None and path.is_dir() == (kind == "sharded")
+    assert not [each for each in tmp_path.iterdir() if "before" in each.name or ".part" in each.name]
+
+
+def test_other_files_and_links_are_left_alone(tmp_path: Path) -> None:
+    """A folder with other things in it, something called `latest`, and what a link leads to."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    (folder / "important.txt").write_text("keep")
+    with pytest.raises(RankFailure, match="is a folder with other things in it"):
+        go(1, {"checkpoint_format": "sharded"}, max_steps=1, save=folder)
+    with pytest.raises(RankFailure, match=r"is a folder\. Give the checkpoint another name"):
+        go(1, {}, max_steps=1, save=folder)
+    assert (folder / "important.txt").read_text() == "keep"
+    go(1, {}, max_steps=1, save=tmp_path / LATEST)
+    go(1, {"checkpoint_format": "sharded"}, max_steps=1, save=tmp_path / "one.ckpt")
+    assert problem_of(str(tmp_path / LATEST)) is None
+    (tmp_path / "last.ckpt").symlink_to("one.ckpt")
+    before = sharded.Reader(tmp_path / "one.ckpt").manifest
+    go(1, {"checkpoint_format": "sharded"}, max_steps=2, save=tmp_path / "last.ckpt")
+    assert sharded.Reader(tmp_path / "one.ckpt").manifest == before
+    assert sharded.Reader(tmp_path / "last.ckpt").manifest["step"] == 2
+
+
+def test_what_last_good_does_not_take(tmp_path: Path) -> None:
+    """Weights alone, and what lies in the folder of another experiment."""
+    saving = [ModelCheckpoint(tmp_path / "a" / "checkpoints", every_n_train_steps=1, filename="{step}")]
+    go(1, {}, callbacks=saving, max_steps=2)
+
+    def weights(rank: int) -> None:
+        run = trainer(Hybrid3DStrategy(), precision="64-true", max_steps=3)
+        run.fit(Drops().double(), DataLoader(samples(), batch_size=4))
+        run.save_checkpoint(tmp_path / "a" / "checkpoints" / "newer.ckpt", weights_only=True)
+
+    run_ranks(1, weights)
+    elsewhere = [ModelCheckpoint(tmp_path / "b" / "checkpoints", every_n_train_steps=1, filename="{step}")]
+    go(1, {}, callbacks=elsewhere, max_steps=5)
+    ((seen, _),) = go(1, {}, callbacks=saving, max_steps=6, resume="last_good")
+    assert len(seen) == 4
+
+    def evaluate(rank: int) -> None:
+        run = trainer(Hybrid3DStrategy(), precision="64-true")
+        run.validate(Validates().double(), DataLoader(samples(), batch_size=4), ckpt_path="last_good")
+
+    with pytest.raises(RankFailure, match="ckpt_path='last_good' found no checkpoint"):
+        run_ranks(1, evaluate)
+
+
+class Validates(Drops):
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.log("val_loss", F.mse_loss(self.layers(batch[0]).squeeze(-1), batch[1]))
+
+
+class Counts(torch.optim.SGD):
+    """Keeps a plain number for each parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["count"] = self.state[param].get("count", 0) + 1
+        return result
+
+
+class Unusual(Drops):
+    """A parameter without elements, an optimizer with plain numbers, no optimizer at all."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.layers[0][0].nothing = nn.Parameter(torch.empty(0, 3))
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer == "none":
+            return None
+        return Counts(self.parameters(), lr=0.01) if self.optimizer == "counts" else super().configure_optimizers()
+
+    def on_train_end(self) -> None:
+        states = [state for optimizer in self.trainer.optimizers for state in optimizer.state.values()]
+        self.seen.append(sorted({state["count"] for state in states if "count" in state}))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(
+    ("optimizer", "layout"),
+    [("counts", {"pipeline_parallel_size": 2}), ("adamw", {"zero_stage": 1}), ("none", {})],
+)
+def test_unusual_optimizer_state(tmp_path: Path, kind: str, optimizer: str, layout: dict[str, Any]) -> None:
+    def fit(rank: int) -> Any:
+        seen = []
+        for steps, resume in ((2, None), (4, tmp_path / "one.ckpt")):
+            torch.manual_seed(0)
+            module = Unusual(optimizer).double()
+            run = trainer(
+                Hybrid3DStrategy(timeout=60, checkpoint_format=kind, **layout),
+                2,
+                precision="64-true",
+                max_steps=steps if optimizer != "none" else -1,
+                max_epochs=-1 if optimizer != "none" else 1,
+            )
+            run.fit(module, DataLoader(samples(), batch_size=4), ckpt_path=resume if optimizer != "none" else None)
+            run.save_checkpoint(tmp_path / "one.ckpt")
+            seen.append(module.seen[-1])
+        return seen
+
+    for first, second in run_ranks(2, fit):
+        if optimizer == "counts":
+            assert (first, max(second)) == ([2], 4)  # parameters of the other stage begin anew here
+
+
+def test_averages_of_a_callback_come_back(tmp_path: Path) -> None:
+    """It moves the state to other places in the checkpoint, and loads it by itself."""
+
+    def fit(rank: int, strategy: Any, steps: int, resume: Path | None, save: Path | None) -> Any:
+        torch.manual_seed(0)
+        module = Drops().double()
+        for layer in module.modules():
+            if isinstance(layer, nn.Dropout):
+                layer.p = 0.0
+        saving = ModelCheckpoint(tmp_path, every_n_train_steps=2, filename=save.stem) if save is not None else None
+        run = trainer(
+            strategy() if callable(strategy) else strategy,
+            precision="64-true",
+            max_steps=steps,
+            callbacks=[EMAWeightAveraging(decay=0.5), *([saving] if saving else [])],
+            enable_checkpointing=saving is not None,
+        )
+        run.fit(module, DataLoader(samples(), batch_size=4), ckpt_path=resume)
+        return [p.detach().clone() for p in module.parameters()]
+
+    (expected,) = run_ranks(1, lambda rank: fit(rank, "auto", 2, None, tmp_path / "plain.ckpt"))
+    (straight,) = run_ranks(1, lambda rank: fit(rank, "auto", 4, tmp_path / "plain.ckpt", None))
+    for kind in FORMATS:
+        strategy = lambda kind=kind: Hybrid3DStrategy(zero_stage=0, checkpoint_format=kind)  # noqa: E731
+        (got,) = run_ranks(1, lambda rank: fit(rank, strategy, 2, None, tmp_path / f"{kind}.ckpt"))  # noqa: B023
+        (resumed,) = run_ranks(1, lambda rank: fit(rank, strategy, 4, tmp_path / f"{kind}.ckpt", None))  # noqa: B023
+        for value, right in zip([*got, *resumed], [*expected, *straight], strict=True):
+            torch.testing.assert_close(value, right, rtol=1e-10, atol=1e-12)
+
+
+def test_an_address_is_not_trusted_more_than_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning takes ``weights_only=None`` for ``False`` there."""
+    asked = []
+
+    class Asks(TorchCheckpointIO):
+        def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+            asked.append(weights_only)
+            raise RuntimeError("enough")
+
+    def fit(rank: int) -> Any:
+        run = trainer(Hybrid3DStrategy(), plugins=[Asks()])
+        with pytest.raises(RuntimeError, match="enough"):
+            run.fit(Drops(), DataLoader(samples(), batch_size=4), ckpt_path="http://127.0.0.1:9/some.ckpt")
+        return asked
+
+    assert run_ranks(1, fit) == [[True]]
+
+    def sharded_too(rank: int) -> None:
+        run = trainer(Hybrid3DStrategy(checkpoint_format="sharded"), plugins=[Asks()])
+        run.fit(Drops(), DataLoader(samples(), batch_size=4))
+
+    with pytest.raises(RankFailure, match="would pass by the plugin Asks"):
+        run_ranks(1, sharded_too)
 
 
 def _empty(path: Path) -> bool:

@@ -35,6 +35,9 @@ class Folder:
     def has(self, name: str) -> bool:
         return bool(self._files.isfile(self._at(name)))
 
+    def is_folder(self, name: str) -> bool:
+        return bool(self._files.isdir(self._at(name)))
+
     def size(self, name: str) -> int:
         return int(self._files.size(self._at(name)))
 
@@ -82,6 +85,12 @@ class Folder:
             os.replace(self._at(aside), self._at(name))
             self._settle()
 
+    def move(self, name: str, to: str) -> None:
+        if self._local:
+            os.replace(self._at(name), self._at(to))
+        else:
+            self._files.mv(self._at(name), self._at(to))
+
     def _settle(self) -> None:
         """The names of files are on the disk, too, when this returns."""
         for path in (Path(self._root), Path(self._root).parent):
@@ -111,6 +120,12 @@ class Folder:
 
 
 def note_latest(path: Any) -> None:
-    """The checkpoint ``path`` is complete, and the newest."""
+    """The checkpoint ``path`` is complete, and the newest. Nothing else that has the name is touched."""
     parent, name = posixpath.split(str(path).rstrip("/"))
-    Folder(parent or ".").replace(LATEST, f"{name}\n".encode())
+    if name == LATEST or parent.endswith((":", ":/")):
+        return
+    folder = Folder(parent or ".")
+    if folder.is_folder(LATEST) or (folder.has(LATEST) and folder.size(LATEST) > 1024):
+        return
+    folder.write(f".{LATEST}.part", f"{name}\n".encode())
+    folder.move(f".{LATEST}.part", LATEST)

@@ -8,6 +8,7 @@ it under :data:`KEY`.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_partrain.checkpoint.sharded import is_sharded
 from lightning_partrain.checkpoint.state import stored_in
 from lightning_partrain.numerics import as_dtensor, local_tensor
 from lightning_partrain.parallel.optimizer import is_elementwise
@@ -71,8 +73,9 @@ def full_optimizer_state(
             state[index] = {key: _whole(value, stepped(param), fused(param), keep) for key, value in values}
     if not keep:
         return {}
-    groups = optimizer.state_dict()["param_groups"]
-    return {"state": state, "param_groups": groups}
+    return (
+        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]} if params else optimizer.state_dict()
+    )
 
 
 def held_optimizer_state(
@@ -94,7 +97,9 @@ def held_optimizer_state(
         for index, param in enumerate(params)
         if param in optimizer.state
     }
-    return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+    return (
+        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]} if params else optimizer.state_dict()
+    )
 
 
 def load_full_optimizer_state(
@@ -109,6 +114,8 @@ def load_full_optimizer_state(
         ValueError: when the file has other parameter groups than the optimizer.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not params and "param_groups" not in saved:  # what Lightning has in the place of one
+        return
     count = sum(len(group["params"]) for group in saved["param_groups"])
     if count != len(params):
         raise ValueError(
@@ -149,6 +156,8 @@ class _Aside:
         self.path, self.aside = path, path.with_name(f".{path.name}.{os.getpid()}.part")
 
     def __enter__(self) -> Path:
+        if self.path.is_dir() and not self.path.is_symlink() and not is_sharded(self.path):
+            raise FileExistsError(f"{self.path} is a folder. Give the checkpoint another name.")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         return self.aside
 
@@ -158,4 +167,8 @@ class _Aside:
             return
         with open(self.aside, "rb") as file:
             os.fsync(file.fileno())
+        before = self.path.with_name(f".{self.aside.name}.before")
+        if self.path.is_dir() and not self.path.is_symlink():  # a checkpoint in the other format
+            os.replace(self.path, before)
         os.replace(self.aside, self.path)
+        shutil.rmtree(before, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The newest checkpoint that is whole, among those in a folder."""
+"""Whether a checkpoint is whole, and which of several is the newest that is."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import posixpath
 import zipfile
 from collections.abc import Iterable
 
+import torch
+
 from lightning_partrain.checkpoint.folder import Folder
 from lightning_partrain.checkpoint.sharded import MANIFEST, Reader
 
 SUFFIX = ".ckpt"
 
 
-def newest_good(folders: Iterable[str], depth: int = 2) -> tuple[str | None, list[str]]:
+def newest_good(folders: Iterable[str], depth: int = 2, resumable: bool = False) -> tuple[str | None, list[str]]:
     """The newest checkpoint in ``folders`` and so many levels below that is as it was written.
 
+    Args:
+        resumable: not one of weights alone.
+
     Returns:
-        its path, if there is one, and what is wrong with newer ones. A file ``*.ckpt`` is good when the checksums of its parts are
-        right, a folder when those of its manifest are.
+        its path, if there is one, and what is wrong with newer ones.
     """
     found: dict[str, float] = {}
     for folder in folders:
@@ -28,21 +32,35 @@ def newest_good(folders: Iterable[str], depth: int = 2) -> tuple[str | None, lis
                 found[path] = changed
     wrong: list[str] = []
     for path in sorted(found, key=lambda path: (-found[path], path)):
-        problem = _problem(path)
+        problem = problem_of(path) or (f"{path} has weights alone." if resumable and not _resumable(path) else None)
         if problem is None:
             return path, wrong
         wrong.append(problem)
     return None, wrong
 
 
-def _problem(path: str) -> str | None:
+def problem_of(path: str) -> str | None:
+    """What is wrong with a checkpoint of either format; reads all of it. A file is good when the checksums of its parts are right."""
     try:
         if Folder(path).has(MANIFEST):
             Reader(path).check()
             return None
         parent, name = posixpath.split(path)
-        with Folder(parent).reader(name) as file, zipfile.ZipFile(file) as archive:
-            broken = archive.testzip()
-        return None if broken is None else f"{path} is damaged: {broken} has changed."
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        return f"{path}: {error}" if path not in str(error) else str(error)
+        with Folder(parent or ".").reader(name) as file:
+            if file.read(4) != b"PK\x03\x04":
+                return f"{path} is no file that torch writes."
+            with zipfile.ZipFile(file) as archive:
+                broken = archive.testzip()
+        return None if broken is None else f"{path} is damaged: {broken} has changed since it was written."
+    except Exception as error:  # whatever a damaged one makes of our code
+        text = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
+        return text if path in text else f"{path} is damaged: {text}"
+
+
+def _resumable(path: str) -> bool:
+    if Folder(path).has(MANIFEST):
+        return bool(Reader(path).manifest.get("resumable"))
+    try:
+        return "optimizer_states" in torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception:  # what it is refused for is said when it is loaded
+        return True

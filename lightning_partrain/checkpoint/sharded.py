@@ -21,13 +21,16 @@ import io
 import json
 import os
 import posixpath
+import re
 import secrets
 import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.metadata import version
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -93,6 +96,7 @@ def begin(
         "time": time.time(),
         "packages": _packages(),
         "layout": dict(layout),
+        "resumable": "optimizer_states" in rest,
     }
 
     def write(everyone: Everyone) -> None:
@@ -106,6 +110,9 @@ def begin(
         except NotWrittenError:
             if folder.has(own):
                 folder.remove(own)
+            everyone(None)  # all have removed theirs
+            if rank == 0:
+                _put_back(folder)
             raise
 
     return write
@@ -160,10 +167,44 @@ def owned(entries: Mapping[str, Entry], rank: int, everyone: Everyone) -> tuple[
     )
 
 
+#: Names of files that a save makes and a later one removes.
+_OURS = re.compile(r"__\d+_[0-9a-f]{8}\.distcp|rest_[0-9a-f]{8}\.pt")
+
+
+def _before(folder: Folder) -> str:
+    """Where a file of the same name, a checkpoint in the other format, is meanwhile."""
+    path = Path(str(folder))
+    return str(path.with_name(f"{path.stem}.before{path.suffix}"))
+
+
 def _make_room(folder: Folder) -> None:
-    if not is_remote(folder) and os.path.isfile(str(folder)):  # a checkpoint in the other format
-        os.replace(str(folder), f"{folder}.before")
+    """
+    Raises:
+        FileExistsError: for a folder that has other things in it, and is no checkpoint.
+    """
+    if not is_remote(folder):
+        path = Path(str(folder))
+        if path.is_symlink():  # to another checkpoint, which stays
+            path.unlink()
+        if path.is_file():
+            os.replace(path, _before(folder))
+        others = [each.name for each in path.iterdir() if not _OURS.fullmatch(each.name)] if path.is_dir() else []
+        if others and MANIFEST not in others:
+            raise FileExistsError(
+                f"{path} is a folder with other things in it ({', '.join(sorted(others)[:3])}, ...). Save to a new name"
+            )
     folder.make()
+
+
+def _put_back(folder: Folder) -> None:
+    """After a failure: nothing, or the file that was there before."""
+    path = Path(str(folder))
+    if is_remote(folder) or folder.has(MANIFEST) or not path.is_dir():
+        return
+    if not any(path.iterdir()):
+        path.rmdir()
+        if os.path.isfile(_before(folder)):
+            os.replace(_before(folder), path)
 
 
 def _alone(tensor: Tensor) -> Tensor:
@@ -176,39 +217,81 @@ def _alone(tensor: Tensor) -> Tensor:
     )
 
 
-def _numbers_at(saved: io.BytesIO) -> int:
-    """Where in what ``torch.save`` wrote of a tensor its numbers begin, one after the other."""
-    with zipfile.ZipFile(saved) as archive:
-        start = next(each for each in archive.infolist() if each.filename.endswith("data/0")).header_offset
-    view = saved.getbuffer()[start + 26 : start + 30]
-    return start + 30 + int.from_bytes(view[:2], "little") + int.from_bytes(view[2:], "little")
+class _Out:
+    """Where ``torch.save`` writes: to a file and, in another thread meanwhile, into a digest."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._digest = file, hashlib.sha256()
+        self._hasher = ThreadPoolExecutor(1, "digest")
+        self.size, self.largest = 0, (0, 0)
+
+    def begin(self) -> None:
+        """The next tensor; ``largest`` is length and place of the longest piece of what is written of it."""
+        self.largest = (0, 0)
+
+    def write(self, data: Any) -> int:
+        length = len(data)
+        self.largest = max(self.largest, (length, -self.size))
+        hashed = self._hasher.submit(self._digest.update, data)
+        try:
+            self._file.write(data)
+        finally:
+            hashed.result()
+        self.size += length
+        return length
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> str:
+        self._hasher.shutdown()
+        return self._digest.hexdigest()
 
 
-def _write(folder: Folder, file: str, blocks: Sequence[tuple[str, Entry, Any]]) -> dict[str, Any]:
-    """What the manifest has of this rank."""
-    digest, begin, tensors = hashlib.sha256(), 0, []
-    with folder.writer(file) as out:
-        for name, entry, piece in blocks:
-            buffer, tensor = io.BytesIO(), _alone(piece.tensor)
-            torch.save(tensor, buffer)
-            data = buffer.getbuffer()
-            out.write(data)
-            digest.update(data)
-            tensors.append(
-                {
-                    "name": name,
-                    "shape": list(entry.shape),
-                    "dtype": str(entry.dtype).removeprefix("torch."),
-                    "offsets": list(piece.offsets),
-                    "sizes": list(tensor.shape),
-                    "begin": begin,
-                    "length": len(data),
-                    "numbers": begin + _numbers_at(buffer),
-                }
-            )
-            begin += len(data)
-        folder.keep(out)
-    return {"file": file, "bytes": begin, "sha256": digest.hexdigest(), "blocks": tensors}
+def _save(tensor: Tensor, out: _Out) -> int:
+    """Write ``tensor`` as ``torch.save`` does, and give the place at which its numbers begin."""
+    start = out.size
+    if tensor.nbytes >= 1 << 16:  # then nothing else that is written of it is as long
+        out.begin()
+        torch.save(tensor, cast(Any, out))
+        length, place = out.largest
+        assert length == tensor.nbytes
+        return -place
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    out.write(buffer.getbuffer())
+    with zipfile.ZipFile(buffer) as archive:
+        head = next(each for each in archive.infolist() if each.filename.endswith("data/0")).header_offset
+    lengths = buffer.getbuffer()[head + 26 : head + 30]  # of the name and of what follows it
+    return start + head + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+
+
+def _write(folder: Folder, name: str, blocks: list[tuple[str, Entry, Any]]) -> dict[str, Any]:
+    """What the manifest has of this rank. ``blocks`` is empty afterwards: their memory is given back one by one."""
+    tensors = []
+    with folder.writer(name) as file:
+        out = _Out(file)
+        try:
+            while blocks:
+                tensor_name, entry, piece = blocks.pop(0)
+                begin, tensor = out.size, _alone(piece.tensor)
+                numbers = _save(tensor, out)
+                tensors.append(
+                    {
+                        "name": tensor_name,
+                        "shape": list(entry.shape),
+                        "dtype": str(entry.dtype).removeprefix("torch."),
+                        "offsets": list(piece.offsets),
+                        "sizes": list(tensor.shape),
+                        "begin": begin,
+                        "length": out.size - begin,
+                        "numbers": numbers,
+                    }
+                )
+        finally:
+            digest = out.close()
+        folder.keep(file)
+    return {"file": name, "bytes": out.size, "sha256": digest, "blocks": tensors}
 
 
 def _commit(
@@ -223,21 +306,33 @@ def _commit(
     files = {part["file"]: {"bytes": part["bytes"], "sha256": part["sha256"]} for part in parts}
     files[rest_file] = {"bytes": len(rest), "sha256": hashlib.sha256(rest).hexdigest()}
     manifest = {**facts, "rest": rest_file, "files": files, "tensors": tensors}
+    for_tools = f".{compat.DCP_METADATA}.part"
     try:
         folder.write(rest_file, rest)
-        folder.write(compat.DCP_METADATA, compat.dcp_metadata(tensors))
-        folder.replace(MANIFEST, json.dumps(manifest).encode())
+        folder.write(for_tools, compat.dcp_metadata(tensors))
+        folder.replace(MANIFEST, sealed(manifest))
     except BaseException:
-        if folder.has(rest_file):
-            folder.remove(rest_file)
+        for name in (rest_file, for_tools):
+            if folder.has(name):
+                folder.remove(name)
         raise
     with contextlib.suppress(OSError):  # it is complete
-        note_latest(folder)
+        folder.move(for_tools, compat.DCP_METADATA)
         for name in folder.names():
-            if name not in files and name not in (compat.DCP_METADATA, MANIFEST):
+            if name not in files and _OURS.fullmatch(name):
                 folder.remove(name)
-        if not is_remote(folder) and os.path.isfile(f"{folder}.before"):
-            os.remove(f"{folder}.before")
+        note_latest(folder)
+        if not is_remote(folder) and os.path.isfile(_before(folder)):
+            os.remove(_before(folder))
+
+
+def sealed(manifest: Mapping[str, Any]) -> bytes:
+    """The file :data:`MANIFEST`, with a digest of what is in it."""
+    return json.dumps({"manifest": manifest, "sha256": _digest(manifest)}).encode()
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 class StoredTensor:
@@ -266,7 +361,7 @@ class StoredTensor:
             for dim in range(1, len(low)):
                 rows = rows.narrow(dim, low[dim] - block["offsets"][dim], high[dim] - low[dim])
             if list(rows.shape) == list(sizes):
-                return rows
+                return rows.contiguous()
             if result is None:
                 result = torch.empty(tuple(sizes), dtype=self.dtype)
             place = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))
@@ -304,10 +399,14 @@ class Reader:
         if not self.folder.has(MANIFEST):
             raise ValueError(f"{path} is no complete checkpoint: it has no {MANIFEST}, which is written last.")
         try:
-            self.manifest = json.loads(self.folder.read(MANIFEST))
-            found = self.manifest.get("version")
-        except (ValueError, AttributeError):
-            raise self.damaged(f"{MANIFEST} is not what was written") from None
+            whole = json.loads(self.folder.read(MANIFEST))
+            self.manifest, digest = whole["manifest"], whole["sha256"]
+            good = _digest(self.manifest) == digest
+        except (ValueError, KeyError, TypeError):
+            good = False
+        if not good:
+            raise self.damaged(f"{MANIFEST} has changed since it was written")
+        found = self.manifest["version"]
         if found != VERSION:
             raise ValueError(f"{path} is a sharded checkpoint of version {found}, and this package reads {VERSION}.")
 
@@ -347,9 +446,9 @@ class Reader:
         if wrong:
             raise self.damaged(", ".join(wrong[:4]) + (", ..." if len(wrong) > 4 else ""))
 
-    def rest(self) -> dict[str, Any]:
+    def rest(self, weights_only: bool = True) -> dict[str, Any]:
         data = self.folder.read(self.simple(self.manifest["rest"]))
-        return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+        return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only))
 
     def names(self, prefix: str) -> list[str]:
         return [name.removeprefix(prefix) for name in self.manifest["tensors"] if name.startswith(prefix)]

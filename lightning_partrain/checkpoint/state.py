@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
-from lightning_partrain.checkpoint.sharded import Reader, StoredTensor
+from lightning_partrain.checkpoint.sharded import Everyone, Reader, StoredTensor
 from lightning_partrain.parallel.placement import Entry, whole_of
 
 
@@ -59,7 +59,7 @@ def take_apart(checkpoint: dict[str, Any]) -> tuple[dict[str, Entry], dict[str, 
     optimizers = []
     for number, optimizer in enumerate(rest.pop("optimizer_states", [])):
         plain: dict[int, dict[str, Any]] = {}
-        for index, values in optimizer["state"].items():
+        for index, values in optimizer.get("state", {}).items():
             plain[index] = {key: value for key, value in values.items() if not isinstance(value, Entry)}
             entries.update(
                 {
@@ -68,19 +68,57 @@ def take_apart(checkpoint: dict[str, Any]) -> tuple[dict[str, Entry], dict[str, 
                     if isinstance(value, Entry)
                 }
             )
-        optimizers.append({"state": plain, "param_groups": optimizer["param_groups"]})
+        optimizers.append({**optimizer, "state": plain} if "state" in optimizer else optimizer)
     if "optimizer_states" in checkpoint:
         rest["optimizer_states"] = optimizers
-    return entries, rest
+    return entries, _elsewhere(rest, "other", entries)
 
 
-def put_together(reader: Reader) -> dict[str, Any]:
+def merge(rest: dict[str, Any], everyone: Everyone) -> None:
+    """Add what other ranks have of the plain values in optimizer states, such as counts of steps on other stages. Collective."""
+    own = [optimizer.get("state", {}) for optimizer in rest.get("optimizer_states", [])]
+    plain = [{str(index): values for index, values in state.items() if values} for state in own]
+    if not any(everyone(any(plain))):
+        return
+    for states in everyone(plain):
+        for state, more in zip(own, states, strict=True):
+            for index, values in more.items():
+                mine = state.setdefault(int(index), {})
+                mine.update({key: value for key, value in values.items() if key not in mine})
+
+
+_PLACE = "lightning_partrain tensor"
+
+
+def _elsewhere(value: Any, name: str, entries: dict[str, Entry]) -> Any:
+    """``value`` with the names of tensors in it, which a hook has put there, in their places."""
+    if isinstance(value, Entry):
+        entries[name] = value
+        return {_PLACE: name}
+    if type(value) is dict:
+        return {key: _elsewhere(each, f"{name}.{key}", entries) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_elsewhere(each, f"{name}.{number}", entries) for number, each in enumerate(value))
+    return value
+
+
+def _back(value: Any, reader: Reader) -> Any:
+    if type(value) is dict:
+        if value.keys() == {_PLACE}:
+            return reader.whole(value[_PLACE])
+        return {key: _back(each, reader) for key, each in value.items()}
+    return type(value)(_back(each, reader) for each in value) if type(value) in (list, tuple) else value
+
+
+def put_together(reader: Reader, weights_only: bool = True) -> dict[str, Any]:
     """A checkpoint as Lightning has it, whose tensors are read when they are asked for."""
-    checkpoint = reader.rest()
+    checkpoint = _back(reader.rest(weights_only), reader)
     stored = checkpoint["state_dict"]
     makers = {name: partial(reader.stored, f"model.{name}") for name in reader.names("model.")}
     checkpoint["state_dict"] = Lazy({name: makers.get(name, partial(stored.get, name)) for name in stored})
     for number, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
+        if "state" not in optimizer:
+            continue
         keys: dict[int, list[str]] = {index: [] for index in optimizer["state"]}
         for name in reader.names(f"optimizer.{number}."):
             index, _, key = name.partition(".")

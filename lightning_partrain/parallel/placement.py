@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -188,6 +188,8 @@ def pieces(tensor: Tensor, fused: Fused | None = None) -> list[Piece]:
     for axis, dim, size in _cuts(tensor):
         span = _span(size, tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis))
         begin[dim] += span.start
+    if not tensor.numel():  # also of nothing there is one
+        return [Piece((0,) * tensor.ndim, local.new_empty(tensor.shape))]
     if not local.numel():
         return []
     if fused is None:
@@ -209,6 +211,14 @@ class Entry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: list[Piece]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"With checkpoint_format='sharded', tensors in a checkpoint that is being saved are pieces that ranks hold (Entry), which have no "
+            f"{name!r}. Hooks such as on_save_checkpoint may take them out or add others; to change them, use checkpoint_format='full'."
+        )
 
     @classmethod
     def of(cls, tensor: Tensor, fused: Fused | None = None) -> Entry:

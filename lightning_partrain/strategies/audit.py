@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import (
     BitsandbytesPrecision,
@@ -101,6 +102,31 @@ def audit_callbacks(callbacks: list[Any], zero_stage: int, stages: int, tensor: 
             raise ValueError(
                 f"{type(callback).__name__} keeps its own copy of the whole parameters and cannot see that zero_stage={zero_stage} "
                 "shards them. Use zero_stage=0, or remove the callback."
+            )
+
+
+def audit_checkpoints(checkpoint_format: str, plugin: Any) -> None:
+    """
+    Raises:
+        ValueError: for a plugin that would not be asked.
+    """
+    if checkpoint_format == "sharded" and type(plugin) is not TorchCheckpointIO:
+        raise ValueError(
+            f"checkpoint_format='sharded' writes what each rank holds by itself, and would pass by the plugin {type(plugin).__name__}. Use "
+            "async_save=True to write in the background, or checkpoint_format='full'."
+        )
+
+
+def audit_extra_state(module: nn.Module, stages: int) -> None:
+    """
+    Raises:
+        ValueError: for modules with state that is no tensor, over stages.
+    """
+    for name, each in module.named_modules():
+        if stages > 1 and type(each).get_extra_state is not nn.Module.get_extra_state:
+            raise ValueError(
+                f"{name!r} ({type(each).__name__}) has get_extra_state, which every pipeline stage would keep for itself, so that a checkpoint "
+                "had the first stage's. Keep that state in buffers, or use pipeline_parallel_size=1."
             )
 
 

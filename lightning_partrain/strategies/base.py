@@ -81,6 +81,7 @@ class MeshStrategy(CheckpointStrategy):
         self.accelerator.setup(trainer)
         audit.audit_module(self.model)
         audit.audit_precision(self.precision_plugin, self.world_size)
+        audit.audit_checkpoints(self.checkpoint_format, self.checkpoint_io)
         self.audit(trainer)
         if self.world_size > 1:
             self.metrics = MetricAgreement(
@@ -368,6 +369,8 @@ class MeshStrategy(CheckpointStrategy):
         self.wait_for_checkpoint()
 
     def teardown(self) -> None:
+        if not self._failed:
+            self.wait_for_checkpoint()
         if self.model_parallel is not None:
             assert self.lightning_module is not None
             if not self._failed:

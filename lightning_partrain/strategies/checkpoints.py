@@ -14,7 +14,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -25,6 +27,8 @@ from lightning_partrain.checkpoint.folder import Folder, is_remote
 from lightning_partrain.checkpoint.sharded import DiskFullError
 from lightning_partrain.parallel.buffers import SharedBuffers
 from lightning_partrain.parallel.deferred import DeferredInit
+from lightning_partrain.parallel.hollow import is_hollow
+from lightning_partrain.parallel.load import load_state
 from lightning_partrain.parallel.placement import Entry, Fused
 from lightning_partrain.parallel.replicate import ReplicatedModel
 from lightning_partrain.precision.mesh_mixed import STATE_KEY, MeshMixedPrecision
@@ -72,11 +76,13 @@ class CheckpointStrategy(RankStrategy):
         self.checkpoint_format, self.async_save = checkpoint_format, async_save
         self._writer: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
+        self._has_looked = False  # at what else than tensors there is to be saved
         self._no_room = False  # for the checkpoint that was to be written last
         self.generators: dict[
             str, torch.Generator
         ] = {}  # of which the steps of this rank draw; kept after a run, to be saved
         self._awaiting: tuple[Mapping[str, Any], bool] | None = None
+        compat.link_only_what_is_there(lambda strategy: isinstance(strategy, CheckpointStrategy))
         compat.agree_on_checkpoint_path(
             lambda strategy, path: (
                 resume.agreed_path(strategy, path) if isinstance(strategy, CheckpointStrategy) else path
@@ -193,7 +199,12 @@ class CheckpointStrategy(RankStrategy):
         more, plain = self._extra(checkpoint)
         checkpoint[full.KEY]["extra"] = plain
         if self.checkpoint_format == "sharded":
+            if storage_options is not None:
+                raise TypeError(
+                    "checkpoint_format='sharded' takes no storage_options. Put them into fsspec's own configuration."
+                )
             entries, rest = state.take_apart(checkpoint)
+            state.merge(rest, self.everyone)
             entries.update({f"{extra.PREFIX}{name}": entry for name, entry in more.items()})
             self._save_sharded(path, entries, rest, layout)
             return
@@ -218,8 +229,8 @@ class CheckpointStrategy(RankStrategy):
     def _save_full(self, path: Any, checkpoint: dict[str, Any], storage_options: Any) -> None:
         try:
             if type(self.checkpoint_io) is TorchCheckpointIO and not is_remote(path) and storage_options is None:
-                with full.replace_when_complete(path) as aside:
-                    self.checkpoint_io.save_checkpoint(checkpoint, aside)
+                with full.replace_when_complete(path) as aside, open(aside, "wb", buffering=0) as file:
+                    torch.save(checkpoint, file)
             else:
                 self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
         except OSError as error:
@@ -233,6 +244,9 @@ class CheckpointStrategy(RankStrategy):
         assert self.lightning_module is not None
         later = self.async_save and self.lightning_module.trainer.state.status == TrainerStatus.RUNNING
         self.wait_for_checkpoint()
+        if self.is_global_zero and not self._has_looked:
+            self._has_looked = True
+            resume.warn_of_what_cannot_be_read(rest)
         begun = sharded.begin(path, entries, rest, layout, self.global_rank, self.everyone, copy=later)
 
         def write(everyone: sharded.Everyone) -> None:
@@ -296,10 +310,11 @@ class CheckpointStrategy(RankStrategy):
             self._thread.submit(remove)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        weights_only = weights_only is not False  # Lightning 2.6 takes None for False where the path is an address
         if sharded.is_sharded(checkpoint_path):
-            checkpoint = resume.read_sharded(self, checkpoint_path)
+            checkpoint = resume.read_sharded(self, checkpoint_path, weights_only)
         else:
-            resume.refuse_other_folders(checkpoint_path)
+            resume.refuse_what_is_not_whole(self, checkpoint_path)
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if type(self.precision_plugin) is MeshMixedPrecision and STATE_KEY in checkpoint:
             checkpoint[MeshMixedPrecision.__qualname__] = checkpoint.pop(STATE_KEY)
@@ -307,8 +322,15 @@ class CheckpointStrategy(RankStrategy):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Now, or as soon as the module is laid out: then each rank reads what it holds."""
-        self._awaiting = checkpoint["state_dict"], strict
+        """As soon as the module is laid out: then each rank reads what it holds. At once, where a callback changes it after."""
+        assert self.lightning_module is not None
+        module, saved = self.lightning_module, checkpoint["state_dict"]
+        callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
+        looks = any(is_overridden("on_load_checkpoint", each, Callback) for each in callbacks)
+        if self.model_parallel is None and looks and not any(p.is_meta or is_hollow(p) for p in module.parameters()):
+            load_state(module, saved, partial(state.stored_in, saved), strict, {}, ())
+            return
+        self._awaiting = saved, strict
         if self.model_parallel is not None:
             self.load_awaiting()
 

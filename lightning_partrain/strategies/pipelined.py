@@ -94,6 +94,7 @@ class PipelinedStrategy(MeshStrategy):
             return super().cut(trainer)
         assert self.mesh is not None and self.lightning_module is not None
         audit.audit_pipeline(trainer)
+        audit.audit_extra_state(self.lightning_module, self.mesh.sizes.pp)
         pipeline = Pipeline(
             self.lightning_module,
             self.mesh,

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import posixpath
+import re
+import zipfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_partrain.checkpoint import full, sharded, state
 from lightning_partrain.checkpoint.extra import PREFIX, Extra, PerRank
 from lightning_partrain.checkpoint.folder import is_remote
-from lightning_partrain.checkpoint.newest import newest_good
+from lightning_partrain.checkpoint.newest import newest_good, problem_of
 from lightning_partrain.parallel import random_states as numbers
 
 if TYPE_CHECKING:
@@ -32,7 +38,14 @@ def agreed_path(strategy: CheckpointStrategy, path: Any) -> Any:
     found: Any = str(path) if path is not None else None
     if strategy.global_rank == 0 and found == LAST_GOOD:
         found = _last_good(strategy)
-    return strategy.broadcast(found)
+    found = strategy.broadcast(found)
+    if isinstance(found, str) and found.startswith(NONE_FOUND):
+        raise ValueError(f"ckpt_path='last_good' found {found}.")
+    return found
+
+
+#: What rank 0 says instead of a path.
+NONE_FOUND = "no checkpoint (in "
 
 
 def _last_good(strategy: CheckpointStrategy) -> str | None:
@@ -40,19 +53,22 @@ def _last_good(strategy: CheckpointStrategy) -> str | None:
     trainer = strategy.lightning_module.trainer
     folders = [str(c.dirpath) for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath]
     # without a dirpath of one's own: <logger>/version_<n>/checkpoints, and every run has another version
-    roots = [posixpath.dirname(posixpath.dirname(f)) for f in folders if posixpath.basename(f) == "checkpoints"]
-    good, wrong = newest_good([*folders, *filter(None, roots)], depth=4)
+    roots = [posixpath.dirname(posixpath.dirname(f)) for f in folders if re.search(r"/version_\d+/checkpoints$", f)]
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    good, wrong = newest_good([*folders, *roots], depth=4, resumable=fitting)
     for problem in wrong:
         rank_zero_warn(f"ckpt_path='last_good' passes over a newer checkpoint. {problem}")
-    if good is None:
-        looked = ", ".join(folders) or "no folder: there is no ModelCheckpoint"
+    looked = ", ".join(folders) or "no folder: there is no ModelCheckpoint"
+    if good is not None:
+        rank_zero_info(f"ckpt_path='last_good' is {good}.")
+    elif fitting:
         rank_zero_warn(f"ckpt_path='last_good' found no checkpoint (in {looked}). Training starts from the beginning.")
     else:
-        rank_zero_info(f"ckpt_path='last_good' is {good}.")
+        return f"{NONE_FOUND}{looked})"
     return good
 
 
-def read_sharded(strategy: CheckpointStrategy, path: Any) -> dict[str, Any]:
+def read_sharded(strategy: CheckpointStrategy, path: Any, weights_only: bool) -> dict[str, Any]:
     """A checkpoint whose tensors are read later. All files are looked at first, each by one rank. Collective.
 
     Raises:
@@ -62,19 +78,26 @@ def read_sharded(strategy: CheckpointStrategy, path: Any) -> dict[str, Any]:
         reader = sharded.Reader(path)
         reader.check(strategy.global_rank, strategy.everyone)
     except ValueError as error:
-        parent = posixpath.dirname(str(path).rstrip("/"))
-        good = newest_good([parent])[0] if strategy.global_rank == 0 else None
-        good = strategy.broadcast(good)
-        way_out = f"The newest good one beside it is {good}" if good else "There is no good one beside it"
-        raise ValueError(f"{error} {way_out}; ckpt_path='last_good' looks for one.") from None
-    checkpoint = state.put_together(reader)
+        raise ValueError(f"{error} {_way_out(strategy, path)}") from None
+    checkpoint = state.put_together(reader, weights_only)
     makers = {name: partial(reader.stored, f"{PREFIX}{name}") for name in reader.names(PREFIX)}
     checkpoint.setdefault(full.KEY, {})["tensors"] = state.Lazy(makers)
     return checkpoint
 
 
-def refuse_other_folders(path: Any) -> None:
-    """Raises ValueError for what is no file, and for a file of a folder that is a checkpoint."""
+def _way_out(strategy: CheckpointStrategy, path: Any) -> str:
+    parent = posixpath.dirname(str(path).rstrip("/"))
+    good = strategy.broadcast(newest_good([parent])[0] if strategy.global_rank == 0 else None)
+    found = f"The newest good one beside it is {good}" if good else "There is no good one beside it"
+    return f"{found}; ckpt_path='last_good' looks for one."
+
+
+def refuse_what_is_not_whole(strategy: CheckpointStrategy, path: Any) -> None:
+    """Look at what is to be loaded as one file. Collective.
+
+    Raises:
+        ValueError: on all ranks, for folders, for a file of a folder that is a checkpoint, and for damaged files.
+    """
     if is_remote(path):
         return
     place = Path(path)
@@ -83,11 +106,34 @@ def refuse_other_folders(path: Any) -> None:
             f"{place} is one file of a sharded checkpoint. Give the folder: ckpt_path={str(place.parent)!r}."
         )
     if place.is_dir():
-        kind = "was written by another strategy" if (place / ".metadata").is_file() else "is no complete checkpoint"
+        if not (place / ".metadata").is_file():
+            raise ValueError(
+                f"The folder {place} is no complete checkpoint: it has no {sharded.MANIFEST}. {_way_out(strategy, place)}"
+            )
         raise ValueError(
-            f"The folder {place} {kind}: it has no {sharded.MANIFEST}. For folders of Lightning's FSDPStrategy and ModelParallelStrategy: "
-            f"lightning-partrain convert {place} NEW --to sharded."
+            f"The folder {place} was written by another strategy: it has no {sharded.MANIFEST}. For folders of Lightning's FSDPStrategy and "
+            f"ModelParallelStrategy: lightning-partrain convert {place} NEW --to sharded."
         )
+    zipped = place.is_file() and zipfile.is_zipfile(place)
+    problem = strategy.broadcast(problem_of(str(place)) if zipped and strategy.global_rank == 0 else None)
+    if problem:
+        raise ValueError(f"{problem} {_way_out(strategy, place)}")
+
+
+def warn_of_what_cannot_be_read(rest: Mapping[str, Any]) -> None:
+    """Say what a sharded checkpoint has in it that ``weights_only=True`` will refuse."""
+    for key, value in rest.items():
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        buffer.seek(0)
+        try:
+            torch.load(buffer, weights_only=True)
+        except pickle.UnpicklingError as error:
+            what = re.search(r"GLOBAL (\S+)", str(error))
+            rank_zero_warn(
+                f"{key!r} of the checkpoint has {what[1] if what else 'an object'} in it, which is only loaded with weights_only=False: give that to "
+                "trainer.fit, or leave it out, as with save_hyperparameters(ignore=[...])."
+            )
 
 
 # -- what is each rank's own ----------------------------------------------------------------------------------------------
