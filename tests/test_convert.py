@@ -18,6 +18,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint as torch_dcp
 from torch.distributed.fsdp import fully_shard
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from lightning_partrain.checkpoint import convert, foreign, full, sharded, torch_file
 from lightning_partrain.cli import main
+from lightning_partrain.parallel.placement import Entry
 from lightning_partrain.strategies import Hybrid3DStrategy
 from tests.harness import run_ranks, trainer
 
@@ -530,7 +532,7 @@ def test_places(plain: Path, tmp_path: Path, capsys: Any) -> None:
     assert {each: each.read_bytes() for each in folder.iterdir()} == data
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "photo").touch()
-    assert "is a folder, and no checkpoint" in refused(plain, tmp_path / "home", "full", capsys, "--force")
+    assert "is a folder with other things in it" in refused(plain, tmp_path / "home", "full", capsys, "--force")
     assert "--dtype goes with --to safetensors or hf" in refused(plain, target, "full", capsys, "--dtype", "float16")
     assert "--like goes with --to hf" in refused(plain, target, "full", capsys, "--like", "x")
     for to in ("full", "sharded", "safetensors", "full", "hf"):  # each in the place of the one before
@@ -648,3 +650,33 @@ def test_progress(plain: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.
     printed = capsys.readouterr()
     assert "1/2 tensors, 0.00 of 0.00 GB" in printed.err and "2/2 tensors" in printed.err
     assert "2 tensors" in printed.out
+
+
+def test_weights_come_out_of_a_folder_whose_rest_is_refused(tmp_path: Path) -> None:
+    """Such as hyper-parameters that are no plain data."""
+    source, value = tmp_path / "source", torch.arange(6.0).view(2, 3)
+    entries = {"model.weight": Entry.of(value)}
+    sharded.begin(source, entries, {"state_dict": {}, "where": Path()}, {}, 0, lambda v: [v], copy=False)(lambda v: [v])
+    assert main(["convert", str(source), str(tmp_path / "no.ckpt"), "--to", "full"]) == 1
+    assert main(["convert", str(source), str(tmp_path / "w.safetensors"), "--to", "safetensors"]) == 0
+    assert torch.equal(load_file(tmp_path / "w.safetensors")["weight"], value)
+
+
+def test_conjugates_and_negatives_that_are_only_said(tmp_path: Path) -> None:
+    value = torch.tensor([1 + 2j, 3 - 4j])
+    other = value.clone()
+    torch.save({"state_dict": {"a": value.conj(), "b": other.conj().imag, "c": value}}, tmp_path / "s.ckpt")
+    assert main(["convert", str(tmp_path / "s.ckpt"), str(tmp_path / "t.ckpt"), "--to", "full"]) == 0
+    got = torch.load(tmp_path / "t.ckpt", weights_only=True)["state_dict"]
+    assert got["a"].tolist() == value.conj().tolist() and got["b"].tolist() == other.conj().imag.tolist()
+    assert got["c"].tolist() == value.tolist()
+
+
+def test_force_leaves_folders_with_other_things_alone(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"a": torch.ones(2)}}, tmp_path / "s.ckpt")
+    target = tmp_path / "target"
+    assert main(["convert", str(tmp_path / "s.ckpt"), str(target), "--to", "hf", "--submodule", ""]) == 0
+    assert main(["convert", str(tmp_path / "s.ckpt"), str(target), "--to", "hf", "--submodule", "", "--force"]) == 0
+    (target / "thesis.txt").write_text("mine")
+    assert main(["convert", str(tmp_path / "s.ckpt"), str(target), "--to", "hf", "--submodule", "", "--force"]) == 1
+    assert (target / "thesis.txt").read_text() == "mine"

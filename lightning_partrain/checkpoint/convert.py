@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -46,8 +47,11 @@ LIKE = (
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path, weights_alone: bool = False) -> dict[str, Any]:
     """A checkpoint of any kind; only what is no tensor is in memory.
+
+    Args:
+        weights_alone: of a folder of ours, the model's tensors, whatever else there is.
 
     Raises:
         ValueError: for what is none, is damaged, or holds other things than tensors and plain data; names the file.
@@ -55,7 +59,7 @@ def read(path: Path) -> dict[str, Any]:
     if path.is_dir():
         if sharded.is_sharded(path):
             try:
-                checkpoint = _ours(path)
+                checkpoint = _ours(path, weights_alone)
             except (LookupError, TypeError, AttributeError) as error:
                 raise ValueError(
                     f"{path / sharded.MANIFEST} is damaged, or not what was written ({error!r})."
@@ -83,11 +87,11 @@ def _as_lightning_has_it(found: Any, path: Path) -> dict[str, Any]:
     raise ValueError(f"{path} is no checkpoint: it holds neither a 'state_dict' nor tensors by name.")
 
 
-def _ours(path: Path) -> dict[str, Any]:
+def _ours(path: Path, weights_alone: bool) -> dict[str, Any]:
     reader = sharded.Reader(path)
     reader.check()
     with refusing(str(path / str(reader.manifest.get("rest")))):
-        checkpoint = reader.rest()
+        checkpoint: dict[str, Any] = {"state_dict": {}} if weights_alone else reader.rest()
 
     def unread(name: str) -> Unread:
         stored = reader.stored(name)
@@ -327,11 +331,26 @@ def _check_target(target: Path, force: bool, sources: Mapping[str, Path]) -> Non
             raise ValueError(f"DST {target} is, lies in, or holds {what} {source}. Choose a place outside it.")
     if target.exists() and not force:
         raise ValueError(f"DST {target} exists. --force replaces it.")
-    known = (sharded.MANIFEST, compat.DCP_METADATA, "model.safetensors", INDEX)
-    if target.is_dir() and any(target.iterdir()) and not any((target / name).is_file() for name in known):
+    others = [each.name for each in target.iterdir() if not _is_of_a_checkpoint(each)] if target.is_dir() else []
+    if others:
         raise ValueError(
-            f"DST {target} is a folder, and no checkpoint: --force does not replace it. Remove it, if need be."
+            f"DST {target} is a folder with other things in it than a checkpoint has ({', '.join(sorted(others)[:3])}): --force does not replace "
+            "it. Remove it, if need be."
         )
+
+
+def _is_of_a_checkpoint(path: Path) -> bool:
+    known = (
+        sharded.MANIFEST,
+        compat.DCP_METADATA,
+        foreign.META,
+        "*.distcp",
+        "rest_*.pt",
+        "model*.safetensors",
+        INDEX,
+        *LIKE,
+    )
+    return path.is_file() and any(fnmatch(path.name, each) for each in known)
 
 
 def _bytes(text: str) -> int:
@@ -400,7 +419,7 @@ def convert(options: argparse.Namespace) -> Progress:
     sources = {"SRC": source, **({"--like": options.like} if options.like is not None else {})}
     _check_target(target, options.force, sources)
     progress = Progress()
-    checkpoint = read(source)
+    checkpoint = read(source, weights_alone=to in ("safetensors", "hf"))
     if to in ("safetensors", "hf"):
         checkpoint = {"state_dict": checkpoint["state_dict"]}
     checkpoint = replaced(checkpoint, progress.watch)

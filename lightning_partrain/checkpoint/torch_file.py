@@ -149,6 +149,12 @@ def load(path: Path) -> Any:
     return replaced(loaded, Unread.of if records is None else records.unread)
 
 
+def _resolved(numbers: Tensor, conjugate: bool, negative: bool) -> Tensor:
+    """What views that only say so stand for."""
+    numbers = numbers.conj().resolve_conj() if conjugate else numbers
+    return numbers.neg() if negative else numbers
+
+
 class _Records:
     """The storages of a torch file, by where their bytes begin."""
 
@@ -180,13 +186,13 @@ class _Records:
         shape, stride, offset = tuple(fake.shape), fake.stride(), int(fake.storage_offset())
         if not fake.numel():
             return Unread(shape, fake.dtype, lambda: torch.empty(shape, dtype=fake.dtype))
-        begin = compat.checkpoint_offset(fake)
+        begin, dtype, conjugate, negative = compat.checkpoint_offset(fake), fake.dtype, fake.is_conj(), fake.is_neg()
         if begin not in self._at:
             raise self._damaged(f"it has no record at {begin}, where a tensor should be")
         return Unread(
             shape,
             fake.dtype,
-            lambda: self._read(begin, fake.dtype, offset, shape, stride),
+            lambda: _resolved(self._read(begin, dtype, offset, shape, stride), conjugate, negative),
             (self.path, begin, offset, shape, stride),
         )
 

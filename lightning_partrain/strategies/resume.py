@@ -6,7 +6,6 @@ import io
 import pickle
 import posixpath
 import re
-import zipfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -114,10 +113,17 @@ def refuse_what_is_not_whole(strategy: CheckpointStrategy, path: Any) -> None:
             f"The folder {place} was written by another strategy: it has no {sharded.MANIFEST}. For folders of Lightning's FSDPStrategy and "
             f"ModelParallelStrategy: lightning-partrain convert {place} NEW --to sharded."
         )
-    zipped = place.is_file() and zipfile.is_zipfile(place)
-    problem = strategy.broadcast(problem_of(str(place)) if zipped and strategy.global_rank == 0 else None)
+    problem = strategy.broadcast(problem_of(str(place)) if strategy.global_rank == 0 and _is_archive(place) else None)
     if problem:
         raise ValueError(f"{problem} {_way_out(strategy, place)}")
+
+
+def _is_archive(place: Path) -> bool:
+    """Whether a file is what torch writes since its version 1.6, or the beginning of it."""
+    if not place.is_file():
+        return False
+    with open(place, "rb") as file:
+        return file.read(4) == b"PK\x03\x04"
 
 
 def warn_of_what_cannot_be_read(rest: Mapping[str, Any]) -> None:
