@@ -193,7 +193,7 @@ class _Records:
             shape,
             fake.dtype,
             lambda: _resolved(self._read(begin, dtype, offset, shape, stride), conjugate, negative),
-            (self.path, begin, offset, shape, stride),
+            (self.path, begin, offset, shape, stride, conjugate, negative),
         )
 
     def _read(
