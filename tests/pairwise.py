@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 
 def pairwise(choices: dict[str, list[Any]]) -> list[dict[str, Any]]:
@@ -32,3 +35,9 @@ def pairwise(choices: dict[str, list[Any]]) -> list[dict[str, Any]]:
         missing -= {((p, row[p]), (q, row[q])) for p, q in itertools.combinations(names, 2)}
         rows.append({name: choices[name][row[name]] for name in names})
     return rows
+
+
+def small_by_default(rows: list[dict[str, Any]], ranks: Callable[[dict[str, Any]], int]) -> list[Any]:
+    """The rows as parameters; of those with eight ranks, which two cores take long for, all but the first are slow."""
+    large = [row for row in rows if ranks(row) >= 8]
+    return [pytest.param(row, marks=pytest.mark.slow if row in large[1:] else ()) for row in rows]

@@ -97,10 +97,13 @@ PAIRS = [("plain", to) for to in LAYOUTS if to != "plain"] + [
 ]
 
 
-#: By default each pair with one of the optimizers, in turn.
+#: By default every other pair, of those that take at most four ranks, with one of the optimizers, in turn.
 RESUMED = [
     pytest.param(
-        *pair, optimizer, marks=() if number % 2 == turn else pytest.mark.slow, id="-".join((*pair, optimizer))
+        *pair,
+        optimizer,
+        marks=() if number % 4 == 2 * turn and max(LAYOUTS[each][0] for each in pair) <= 4 else pytest.mark.slow,
+        id="-".join((*pair, optimizer)),
     )
     for number, pair in enumerate(PAIRS)
     for turn, optimizer in enumerate(("adamw", "sgd"))

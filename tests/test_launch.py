@@ -291,7 +291,15 @@ finally:
 
 
 @pytest.mark.parametrize(
-    "where", ["training_step,1", "training_step,0", "train_dataloader,1", "validation_step,1", "validation_step,0"]
+    "where",
+    [
+        "training_step,1",
+        "train_dataloader,1",
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("training_step,0", "validation_step,1", "validation_step,0")
+        ),
+    ],
 )
 def test_the_failure_of_one_rank_comes_first_and_ends_all(where: str, tmp_path: Path) -> None:
     hook, rank = where.split(",")

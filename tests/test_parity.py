@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.models import CASES
-from tests.pairwise import pairwise
+from tests.pairwise import pairwise, small_by_default
 from tests.parity import Run, assert_same_as_one_process, hybrid
 
 CHOICES: dict[str, list[Any]] = {
@@ -54,7 +54,9 @@ def label(row: dict[str, Any]) -> str:
     )
 
 
-@pytest.mark.parametrize("row", [*pairwise(CHOICES), *MODELS_BY_STAGE], ids=label)
+@pytest.mark.parametrize(
+    "row", [*small_by_default(pairwise(CHOICES), lambda row: row["ranks"]), *MODELS_BY_STAGE], ids=label
+)
 def test_same_as_one_process(row: dict[str, Any]) -> None:
     check(row)
 

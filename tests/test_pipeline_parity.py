@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.models import CASES
-from tests.pairwise import pairwise
+from tests.pairwise import pairwise, small_by_default
 from tests.parity import Run, assert_same_as_one_process, hybrid
 from tests.pipeline_models import PIPELINE_CASES
 
@@ -83,7 +83,9 @@ def one_layout_each() -> list[dict[str, Any]]:
     return [every[each * number + (3 * number) % each] for number in range(len(PIPELINE_CASES))]
 
 
-@pytest.mark.parametrize("row", [*pairwise(CHOICES), *one_layout_each()], ids=label)
+@pytest.mark.parametrize(
+    "row", [*small_by_default(pairwise(CHOICES), lambda row: math.prod(row["layout"])), *one_layout_each()], ids=label
+)
 def test_same_as_one_process(row: dict[str, Any]) -> None:
     check(row)
 
