@@ -26,7 +26,7 @@ import secrets
 import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -223,20 +223,24 @@ class _Out:
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._digest = file, hashlib.sha256()
         self._hasher = ThreadPoolExecutor(1, "digest")
-        self.size, self.largest = 0, (0, 0)
+        self._hashing: Future[None] | None = None
+        self._numbers: memoryview | None = None
+        self.size, self.place = 0, 0
 
-    def begin(self) -> None:
-        """The next tensor; ``largest`` is length and place of the longest piece of what is written of it."""
-        self.largest = (0, 0)
+    def expect(self, tensor: Tensor) -> None:
+        """What comes next has the numbers of ``tensor`` in it, longer than all else: :attr:`place` will be where they begin."""
+        if self._hashing is not None:
+            self._hashing.result()  # of two tensors, no more, are numbers in memory
+        self._numbers = tensor.reshape(-1).view(torch.uint8).numpy().data
 
     def write(self, data: Any) -> int:
         length = len(data)
-        self.largest = max(self.largest, (length, -self.size))
-        hashed = self._hasher.submit(self._digest.update, data)
-        try:
-            self._file.write(data)
-        finally:
-            hashed.result()
+        if self._numbers is not None and length == len(self._numbers):
+            self.place, kept, self._numbers = self.size, self._numbers, None
+        else:
+            kept = memoryview(bytes(data))
+        self._hashing = self._hasher.submit(self._digest.update, kept)
+        self._file.write(data)
         self.size += length
         return length
 
@@ -252,11 +256,10 @@ def _save(tensor: Tensor, out: _Out) -> int:
     """Write ``tensor`` as ``torch.save`` does, and give the place at which its numbers begin."""
     start = out.size
     if tensor.nbytes >= 1 << 16:  # then nothing else that is written of it is as long
-        out.begin()
+        out.expect(tensor)
         torch.save(tensor, cast(Any, out))
-        length, place = out.largest
-        assert length == tensor.nbytes
-        return -place
+        assert out.place > start
+        return out.place
     buffer = io.BytesIO()
     torch.save(tensor, buffer)
     out.write(buffer.getbuffer())
