@@ -7,10 +7,13 @@ compares the parity table's layouts with one process as well. It prints one line
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
+import tempfile
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -52,6 +55,47 @@ class SumsGPT(GPTModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         return {"loss": loss * batch[1].numel(), "num_tokens": batch[1].numel()}
+
+
+class Saves(pl.Callback):
+    """A checkpoint in the warm-up."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == WARM_UP - 2:
+            trainer.save_checkpoint(self.path)
+
+
+def run_in_pieces(name: str, **arguments: Any) -> dict[str, Any]:
+    """A model that is born in pieces, saved while it trains, and resumed from there."""
+    losses = []
+    try:
+        folder = Path(tempfile.gettempdir()) / "gpu_check"
+        for resume in (None, folder):
+            strategy = Hybrid3DStrategy(checkpoint_format="sharded", async_save=True, **arguments)
+            trainer = pl.Trainer(
+                accelerator="gpu",
+                devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+                strategy=strategy,
+                max_steps=STEPS,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                callbacks=[] if resume else [Saves(folder)],
+            )
+            torch.manual_seed(0)
+            with trainer.init_module(empty_init=True):
+                module = benchmark_gpt()
+            # resumed in the middle of an epoch, Lightning begins the loader anew: only that it trains is compared
+            trainer.fit(module, random_bytes(STEPS, 8), ckpt_path=resume)
+            losses.append(round(float(trainer.callback_metrics["train_loss"]), 4))
+        return {"path": name, "ok": all(map(math.isfinite, losses)), "losses": losses}
+    except Exception as error:
+        traceback.print_exc()
+        return {"path": name, "ok": False, "error": f"{type(error).__name__}: {str(error)[:200]}"}
 
 
 def run(name: str, strategy: Any, **options: Any) -> dict[str, Any]:
@@ -146,6 +190,10 @@ def main() -> None:
                 )
             )
     rows = [run(name, strategy, **options) for name, strategy, options in paths]
+    for stage in (1, 3):
+        rows.append(
+            run_in_pieces(f"hybrid_3d zero_stage={stage} born in pieces, async_save, resumed", zero_stage=stage)
+        )
     if int(os.environ["LOCAL_RANK"]) == 0:
         for row in rows:
             print(json.dumps(row), flush=True)

@@ -24,7 +24,7 @@ from torch.distributed import checkpoint as torch_dcp
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from lightning_partrain.checkpoint import convert, foreign, full, sharded, torch_file
+from lightning_partrain.checkpoint import convert, foreign, full, sharded, stored, torch_file
 from lightning_partrain.cli import main
 from lightning_partrain.parallel.placement import Entry
 from lightning_partrain.strategies import Hybrid3DStrategy
@@ -147,7 +147,7 @@ def assert_same(found: Any, expected: Any, where: str = "") -> None:
 def test_there_and_back(ours: Any, tmp_path: Path) -> None:
     source, _ = ours
     folder = converted(source, tmp_path / "folder", "sharded")
-    assert len(sharded.Reader(folder).names("optimizer.0.")) == 3 * 6
+    assert len(stored.Reader(folder).names("optimizer.0.")) == 3 * 6
     back = converted(folder, tmp_path / "back.ckpt", "full")
     expected = loaded(source)
     assert {"loops", "callbacks", "lr_schedulers", "optimizer_states", full.KEY} <= expected.keys()
@@ -247,7 +247,7 @@ def test_ties_are_kept_where_a_format_has_them(tmp_path: Path) -> None:
     assert again["m.a"].data_ptr() == again["m.b"].data_ptr()
     for to in ("safetensors", "sharded"):
         target = converted(tmp_path / "source", tmp_path / to, to)
-        names = load_file(target) if to == "safetensors" else sharded.Reader(target).names("model.")
+        names = load_file(target) if to == "safetensors" else stored.Reader(target).names("model.")
         assert set(names) == {"m.a", "m.b"}
 
 
@@ -432,12 +432,12 @@ def hostile(kind: str, value: Any, tmp_path: Path, ours: Path, dcp: Path) -> Pat
         return tmp_path / kind
     if kind == "rest.pt":
         folder = converted(ours, tmp_path / "folder", "sharded")
-        manifest = sharded.Reader(folder).manifest
+        manifest = stored.Reader(folder).manifest
         name = manifest["rest"]
         torch.save({**loaded(folder / name), "x": value}, folder / name)
         data = (folder / name).read_bytes()
         manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        (folder / sharded.MANIFEST).write_bytes(sharded.sealed(manifest))
+        (folder / stored.MANIFEST).write_bytes(stored.sealed(manifest))
         return folder
     if kind == "meta.pt":
         torch.save({"x": value}, dcp / "meta.pt")
@@ -612,9 +612,9 @@ def test_damaged_folders_and_safetensors(
 @pytest.mark.parametrize("key", ["files", "tensors", "rest"])
 def test_a_manifest_of_something_else(plain: Path, tmp_path: Path, capsys: Any, key: str) -> None:
     source = converted(plain, tmp_path / "source", "sharded")
-    manifest = sharded.Reader(source).manifest
+    manifest = stored.Reader(source).manifest
     manifest[key] = [1]
-    (source / sharded.MANIFEST).write_bytes(sharded.sealed(manifest))
+    (source / stored.MANIFEST).write_bytes(stored.sealed(manifest))
     assert str(source) in refused(source, tmp_path / "target", "full", capsys)
 
 

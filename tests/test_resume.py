@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_partrain.checkpoint import sharded
+from lightning_partrain.checkpoint import sharded, stored
 from lightning_partrain.checkpoint.extra import Extra, PerRank
 from lightning_partrain.checkpoint.folder import LATEST
 from lightning_partrain.checkpoint.newest import problem_of
@@ -339,10 +339,10 @@ def test_other_files_and_links_are_left_alone(tmp_path: Path) -> None:
     go(1, {"checkpoint_format": "sharded"}, max_steps=1, save=tmp_path / "one.ckpt")
     assert problem_of(str(tmp_path / LATEST)) is None
     (tmp_path / "last.ckpt").symlink_to("one.ckpt")
-    before = sharded.Reader(tmp_path / "one.ckpt").manifest
+    before = stored.Reader(tmp_path / "one.ckpt").manifest
     go(1, {"checkpoint_format": "sharded"}, max_steps=2, save=tmp_path / "last.ckpt")
-    assert sharded.Reader(tmp_path / "one.ckpt").manifest == before
-    assert sharded.Reader(tmp_path / "last.ckpt").manifest["step"] == 2
+    assert stored.Reader(tmp_path / "one.ckpt").manifest == before
+    assert stored.Reader(tmp_path / "last.ckpt").manifest["step"] == 2
 
 
 def test_what_last_good_does_not_take(tmp_path: Path) -> None:
@@ -514,7 +514,7 @@ def test_words_for_what_is_no_checkpoint(tmp_path: Path) -> None:
     file = next(path.glob("__0_*.distcp"))
     with pytest.raises(RankFailure, match=r"is one file of a sharded checkpoint. Give the folder"):
         go(1, {}, resume=file, max_steps=2)
-    (path / sharded.MANIFEST).unlink()
+    (path / stored.MANIFEST).unlink()
     with pytest.raises(RankFailure, match=r"written by another strategy: it has no manifest.json.*convert"):
         go(1, {}, resume=path, max_steps=2)
     with pytest.raises(RankFailure, match=r"Checkpoint file not found|No such file"):

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from lightning_partrain.checkpoint import sharded, state
+from lightning_partrain.checkpoint import sharded, state, stored
 from lightning_partrain.mesh import ParallelMesh, ParallelSizes
 from lightning_partrain.parallel.placement import Entry, Fused, Piece, pieces, whole
 from lightning_partrain.strategies import Hybrid3DStrategy
@@ -81,8 +81,8 @@ def test_a_chain_of_layouts_is_the_run_that_was_never_stopped(tmp_path: Path, op
             assert losses == pytest.approx(expected[number * steps : (number + 1) * steps], rel=1e-9)
         before = tmp_path / layout
         assert not [each for each in tmp_path.iterdir() if each.name.startswith(".")]
-    theirs = state.put_together(sharded.Reader(tmp_path / "whole" / "one"))
-    ours = state.put_together(sharded.Reader(before))
+    theirs = state.put_together(stored.Reader(tmp_path / "whole" / "one"))
+    ours = state.put_together(stored.Reader(before))
     assert list(ours["state_dict"]) == list(theirs["state_dict"])
     for name, value in theirs["state_dict"].items():
         torch.testing.assert_close(ours["state_dict"][name], value, rtol=1e-8, atol=1e-11)
@@ -104,7 +104,7 @@ def test_either_format_is_read(tmp_path: Path, source: str, target: str) -> None
 def test_each_rank_writes_a_part(tmp_path: Path) -> None:
     train("dp2-tp2-zero3", 1, tmp_path)
     path = tmp_path / "dp2-tp2-zero3"
-    manifest = sharded.Reader(path).manifest
+    manifest = stored.Reader(path).manifest
     sizes = [manifest["files"][part_of(path, rank).name]["bytes"] for rank in range(4)]
     assert min(sizes) > 0.8 * max(sizes) > 0
     for entry in manifest["tensors"].values():  # every number once
@@ -117,7 +117,7 @@ def test_torch_s_own_tools_read_it(tmp_path: Path) -> None:
     path = tmp_path / "dp2-tp2-zero3"
     dcp_to_torch_save(path, tmp_path / "torch.pt")
     theirs = torch.load(tmp_path / "torch.pt", weights_only=True)
-    ours = sharded.Reader(path)
+    ours = stored.Reader(path)
     names = ours.names("")
     assert set(theirs) == set(names) and len(ours.names("model.")) == 10
     assert all(torch.equal(theirs[name], ours.whole(name)) for name in names)
@@ -152,7 +152,7 @@ def damaged(path: Path, how: str) -> str:
     if how == "missing":
         file.unlink()
     elif how == "manifest":
-        file = path / sharded.MANIFEST
+        file = path / stored.MANIFEST
         text = file.read_text()
         place = text.index('"numbers": ') + 12  # a digit
         file.write_text(f"{text[:place]}{9 - int(text[place])}{text[place + 1 :]}")
@@ -240,7 +240,7 @@ def saved_on_the_way(folder: Path, asynchronous: bool, broken: bool = False) -> 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     assert saved_on_the_way(tmp_path / "now", False) == saved_on_the_way(tmp_path / "later", True) == [8] * 4
     for name in ("at2", "at5"):
-        now, later = (sharded.Reader(tmp_path / kind / name) for kind in ("now", "later"))
+        now, later = (stored.Reader(tmp_path / kind / name) for kind in ("now", "later"))
         assert sorted(now.names("")) == sorted(later.names("")) and now.rest()["global_step"] == later.rest()[
             "global_step"
         ] == int(name[2:])
@@ -254,7 +254,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
 def test_an_error_while_writing_is_raised_at_a_later_step(tmp_path: Path) -> None:
     steps = saved_on_the_way(tmp_path, True, broken=True)
     assert all(4 <= step < 8 for step in steps)
-    assert not sharded.is_sharded(tmp_path / "at2")
+    assert not stored.is_sharded(tmp_path / "at2")
 
 
 @pytest.mark.parametrize("killed", [0, 1])
@@ -278,7 +278,7 @@ def test_a_rank_that_is_killed_while_saving_leaves_a_complete_one(tmp_path: Path
 
         with pytest.raises(RankFailure):
             in_group(2, save_again_and_again)
-        reader = sharded.Reader(path)
+        reader = stored.Reader(path)
         step = reader.rest()["step"]
         found.add(step)
         assert torch.equal(reader.whole("model.weight"), torch.full((4, 50_000), float(step)))
@@ -306,7 +306,7 @@ def test_model_checkpoint_keeps_the_best_folders(tmp_path: Path) -> None:
 
     first, second = run_ranks(2, fit)
     assert first == second and first[-1] == "latest" and len(first) == 3
-    assert all(sharded.is_sharded(tmp_path / name) for name in first[:2])
+    assert all(stored.is_sharded(tmp_path / name) for name in first[:2])
 
 
 def test_words_that_are_no_format() -> None:
@@ -324,12 +324,12 @@ class Hostile:
 def test_nothing_is_unpickled_freely(tmp_path: Path) -> None:
     train("tp2-zero0", 1, tmp_path, case="mlp")
     path = tmp_path / "tp2-zero0"
-    manifest = sharded.Reader(path).manifest
+    manifest = stored.Reader(path).manifest
     file = path / manifest["rest"]
     torch.save({"state_dict": Hostile()}, file)
     data = file.read_bytes()
     manifest["files"][file.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (path / sharded.MANIFEST).write_bytes(sharded.sealed(manifest))
+    (path / stored.MANIFEST).write_bytes(stored.sealed(manifest))
     with pytest.raises(Exception, match=r"[Ww]eights"):
-        sharded.Reader(path).rest()
+        stored.Reader(path).rest()
     assert not Path("/tmp/lightning_partrain_was_here").exists()

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_partrain import compat
-from lightning_partrain.checkpoint import extra, foreign, full, sharded, state, torch_file
+from lightning_partrain.checkpoint import extra, foreign, full, sharded, state, stored, torch_file
 from lightning_partrain.checkpoint.pretrained import open_weights
 from lightning_partrain.checkpoint.torch_file import Unread, refusing, replaced
 from lightning_partrain.cli import PROGRAM, fail
@@ -57,18 +57,16 @@ def read(path: Path, weights_alone: bool = False) -> dict[str, Any]:
         ValueError: for what is none, is damaged, or holds other things than tensors and plain data; names the file.
     """
     if path.is_dir():
-        if sharded.is_sharded(path):
+        if stored.is_sharded(path):
             try:
                 checkpoint = _ours(path, weights_alone)
             except (LookupError, TypeError, AttributeError) as error:
-                raise ValueError(
-                    f"{path / sharded.MANIFEST} is damaged, or not what was written ({error!r})."
-                ) from None
+                raise ValueError(f"{path / stored.MANIFEST} is damaged, or not what was written ({error!r}).") from None
         elif foreign.is_folder(path):
             checkpoint = foreign.read(path)
         else:
             raise ValueError(
-                f"{path} is a folder, but no checkpoint: it has neither {sharded.MANIFEST} (ours) nor {compat.DCP_METADATA} and "
+                f"{path} is a folder, but no checkpoint: it has neither {stored.MANIFEST} (ours) nor {compat.DCP_METADATA} and "
                 f"{foreign.META} (Lightning's)."
             )
     elif not path.exists():
@@ -88,7 +86,7 @@ def _as_lightning_has_it(found: Any, path: Path) -> dict[str, Any]:
 
 
 def _ours(path: Path, weights_alone: bool) -> dict[str, Any]:
-    reader = sharded.Reader(path)
+    reader = stored.Reader(path)
     reader.check()
     with refusing(str(path / str(reader.manifest.get("rest")))):
         checkpoint: dict[str, Any] = {"state_dict": {}} if weights_alone else reader.rest()
@@ -341,7 +339,7 @@ def _check_target(target: Path, force: bool, sources: Mapping[str, Path]) -> Non
 
 def _is_of_a_checkpoint(path: Path) -> bool:
     known = (
-        sharded.MANIFEST,
+        stored.MANIFEST,
         compat.DCP_METADATA,
         foreign.META,
         "*.distcp",

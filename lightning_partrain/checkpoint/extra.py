@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_partrain.checkpoint.sharded import Everyone, owned
+from lightning_partrain.checkpoint.sharded import owned
+from lightning_partrain.checkpoint.stored import Everyone
 from lightning_partrain.parallel.placement import Entry, Stored, whole_of
 
 PREFIX = "extra."

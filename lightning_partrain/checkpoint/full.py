@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_partrain.checkpoint.sharded import is_sharded
 from lightning_partrain.checkpoint.state import stored_in
+from lightning_partrain.checkpoint.stored import is_sharded
 from lightning_partrain.numerics import as_dtensor, local_tensor
 from lightning_partrain.parallel.optimizer import is_elementwise
 from lightning_partrain.parallel.placement import Entry, Fused, Stored, fill, whole, whole_of

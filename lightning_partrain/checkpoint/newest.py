@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from lightning_partrain.checkpoint.folder import Folder
-from lightning_partrain.checkpoint.sharded import MANIFEST, Reader
+from lightning_partrain.checkpoint.stored import MANIFEST, Reader
 from lightning_partrain.checkpoint.torch_file import check_sums
 
 SUFFIX = ".ckpt"

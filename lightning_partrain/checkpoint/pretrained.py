@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_partrain.checkpoint.sharded import Reader, is_sharded
+from lightning_partrain.checkpoint.stored import Reader, is_sharded
 
 #: Where torch's files have a state dict, if they are not one.
 KEYS = ("state_dict", "model", "module")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
-from lightning_partrain.checkpoint.sharded import Everyone, Reader, StoredTensor
+from lightning_partrain.checkpoint.stored import Everyone, Reader, StoredTensor
 from lightning_partrain.parallel.placement import Entry, whole_of
 
 

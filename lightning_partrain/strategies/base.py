@@ -378,6 +378,9 @@ class MeshStrategy(CheckpointStrategy):
                 whole = not self.initial.born or self.world_size == 1
                 if not whole:
                     hold(self.lightning_module, self._held_state())
+                    rank_zero_info(
+                        "The model was built without numbers and stays in pieces on its ranks: outside of a run its parameters hold none."
+                    )
                 self.model_parallel.release(whole)
                 self.join(whole)
                 self._remember_names(self.lightning_module.named_parameters())

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_partrain import compat
-from lightning_partrain.checkpoint import extra, full, sharded, state
+from lightning_partrain.checkpoint import extra, full, sharded, state, stored
 from lightning_partrain.checkpoint.folder import Folder, is_remote
 from lightning_partrain.checkpoint.sharded import DiskFullError
 from lightning_partrain.parallel.buffers import SharedBuffers
@@ -249,7 +249,7 @@ class CheckpointStrategy(RankStrategy):
             resume.warn_of_what_cannot_be_read(rest)
         begun = sharded.begin(path, entries, rest, layout, self.global_rank, self.everyone, copy=later)
 
-        def write(everyone: sharded.Everyone) -> None:
+        def write(everyone: stored.Everyone) -> None:
             try:
                 begun(everyone)
                 self._no_room = False
@@ -297,7 +297,7 @@ class CheckpointStrategy(RankStrategy):
         def remove() -> None:
             if self._no_room:
                 return
-            if sharded.is_sharded(filepath):
+            if stored.is_sharded(filepath):
                 Folder(filepath).delete()
             else:
                 self.checkpoint_io.remove_checkpoint(filepath)
@@ -311,7 +311,7 @@ class CheckpointStrategy(RankStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         weights_only = weights_only is not False  # Lightning 2.6 takes None for False where the path is an address
-        if sharded.is_sharded(checkpoint_path):
+        if stored.is_sharded(checkpoint_path):
             checkpoint = resume.read_sharded(self, checkpoint_path, weights_only)
         else:
             resume.refuse_what_is_not_whole(self, checkpoint_path)

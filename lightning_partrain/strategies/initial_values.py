@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_partrain.checkpoint.pretrained import match, open_weights
-from lightning_partrain.checkpoint.sharded import Everyone
+from lightning_partrain.checkpoint.stored import Everyone
 from lightning_partrain.parallel import deferred
 from lightning_partrain.parallel.hollow import is_hollow, is_touched, replace_meta
 from lightning_partrain.parallel.materialize import fill_attributes, initial_values

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_partrain.checkpoint import full, sharded, state
+from lightning_partrain.checkpoint import full, state, stored
 from lightning_partrain.checkpoint.extra import PREFIX, Extra, PerRank
 from lightning_partrain.checkpoint.folder import is_remote
 from lightning_partrain.checkpoint.newest import newest_good, problem_of
@@ -74,7 +74,7 @@ def read_sharded(strategy: CheckpointStrategy, path: Any, weights_only: bool) ->
         ValueError: on all ranks, for a damaged one; says which is the newest good one beside it.
     """
     try:
-        reader = sharded.Reader(path)
+        reader = stored.Reader(path)
         reader.check(strategy.global_rank, strategy.everyone)
     except ValueError as error:
         raise ValueError(f"{error} {_way_out(strategy, path)}") from None
@@ -100,17 +100,17 @@ def refuse_what_is_not_whole(strategy: CheckpointStrategy, path: Any) -> None:
     if is_remote(path):
         return
     place = Path(path)
-    if place.is_file() and sharded.is_sharded(place.parent):
+    if place.is_file() and stored.is_sharded(place.parent):
         raise ValueError(
             f"{place} is one file of a sharded checkpoint. Give the folder: ckpt_path={str(place.parent)!r}."
         )
     if place.is_dir():
         if not (place / ".metadata").is_file():
             raise ValueError(
-                f"The folder {place} is no complete checkpoint: it has no {sharded.MANIFEST}. {_way_out(strategy, place)}"
+                f"The folder {place} is no complete checkpoint: it has no {stored.MANIFEST}. {_way_out(strategy, place)}"
             )
         raise ValueError(
-            f"The folder {place} was written by another strategy: it has no {sharded.MANIFEST}. For folders of Lightning's FSDPStrategy and "
+            f"The folder {place} was written by another strategy: it has no {stored.MANIFEST}. For folders of Lightning's FSDPStrategy and "
             f"ModelParallelStrategy: lightning-partrain convert {place} NEW --to sharded."
         )
     problem = strategy.broadcast(problem_of(str(place)) if strategy.global_rank == 0 and _is_archive(place) else None)
