@@ -234,6 +234,7 @@ class Odd(Base):
             self.scale = nn.Parameter(torch.ones(1, 1, dtype=torch.float64))
             self.table = torch.linspace(0.5, 1.5, 1600, dtype=torch.float64).view(40, 40)
             self.tables = [self.table + 1]
+            self.register_buffer("not_yet", torch.full((1,), float("nan")))  # legal
             self.register_buffer("mask", torch.ones(40, 40, dtype=torch.float64).fill_diagonal_(0.0))
 
     def loss(self, batch: Any) -> torch.Tensor:

@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_partrain.checkpoint.pretrained import match, open_weights
 from lightning_partrain.checkpoint.stored import Everyone
@@ -23,6 +22,9 @@ from lightning_partrain.parallel.hollow import is_hollow, is_touched, replace_me
 from lightning_partrain.parallel.materialize import fill_attributes, initial_values
 from lightning_partrain.parallel.placement import Entry, Piece, Stored, whole_of
 from lightning_partrain.parallel.replicate import ReplicatedModel
+
+#: Types of numbers that can be asked whether they are any.
+_WITH_NAN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Pretrained = str | dict[str, str] | None
 Maker = Callable[[], Tensor | Stored]
@@ -161,9 +163,10 @@ class InitialValues:
                     f"{name!r} was written to while it had no numbers: after the model was built under trainer.init_module(empty_init=True), or "
                     "between the runs of a model that stays in pieces. Do it inside of that block, or in a hook of a run (on_fit_start)."
                 )
-            if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta and not isinstance(tensor, DTensor):
-                first = tensor.detach()[(0,) * tensor.ndim]
-                if not is_hollow(tensor) and first.isnan() and tensor.detach().isnan().all():
+            plain = type(tensor) is nn.Parameter and tensor.dtype in _WITH_NAN and not tensor.is_meta
+            if plain and tensor.numel() and not is_hollow(tensor):
+                values = tensor.detach()
+                if values[(0,) * tensor.ndim].isnan() and values.isnan().all():
                     raise ValueError(
                         f"{name!r} has no numbers (NaN everywhere): it was copied, moved or converted outside of the block "
                         "trainer.init_module(empty_init=True) that it was built in, or outside of a run. Do it inside of the block; types and "
