@@ -605,8 +605,8 @@ def agree_on_checkpoint_path(agreed: Callable[[Any, Any], Any]) -> None:
         return
     resume_start = _CheckpointConnector.resume_start
 
-    def agreed_resume_start(self: Any, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        resume_start(self, agreed(self.trainer.strategy, checkpoint_path), weights_only)
+    def agreed_resume_start(self: Any, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+        resume_start(self, agreed(self.trainer.strategy, checkpoint_path), *args, **kwargs)
 
     _CheckpointConnector.resume_start = agreed_resume_start  # type: ignore[method-assign]
     _CheckpointConnector._agrees = True  # type: ignore[attr-defined]

@@ -10,12 +10,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_partrain import compat
@@ -46,6 +49,10 @@ def test_only_compat_imports_private_names() -> None:
         (Precision, "_after_closure"),
         (Precision, "_wrap_closure"),
         (nn.Module, "zero_grad"),
+        (nn.Module, "_load_from_state_dict"),
+        (_CheckpointConnector, "resume_start"),
+        (ModelCheckpoint, "_link_checkpoint"),
+        (FSDPParam, "_init_sharded_param"),
     ],
 )
 def test_members_that_are_overridden_or_relied_on(owner: Any, name: str) -> None:
