@@ -117,7 +117,7 @@ def test_born_in_pieces_as_in_one_process(tmp_path: Path, kind: str, layout: str
     exact = 1e-9 if kind == "gpt" else 1e-6  # transformers computes in float32 inside
     ((expected, _, _),) = train(None, kind, "plain", save=tmp_path / "whole.ckpt")
     theirs = torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"]
-    for form in ("full", "sharded"):
+    for form in ("full", "sharded") if LAYOUTS[layout][0] < 8 else ("sharded",):
         path = tmp_path / form
         results = train(layout, kind, save=path, checkpoint_format=form)
         for losses, without, validated in results:

@@ -102,4 +102,4 @@ def test_parameters_that_live_elsewhere_take_no_memory(stages: int) -> None:
 
     results = run_ranks(stages, fit)
     whole, tensors = results[0][1:]
-    assert sum(held for held, *_ in results) <= whole + stages * tensors * 4, "one number for each that is elsewhere"
+    assert sum(held for held, *_ in results) <= whole + stages * tensors * 8, "two numbers for each that is elsewhere"
