@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lightning_partrain.checkpoint import pretrained, sharded
-from lightning_partrain.checkpoint.pretrained import Match, StoredLike, match, open_weights
-from lightning_partrain.parallel.placement import Entry
+from lightning_partrain.checkpoint.pretrained import Match, match, open_weights
+from lightning_partrain.parallel.placement import Entry, Stored
 from tests.models import HuggingFace
 
 LLAMA = {
@@ -70,7 +70,7 @@ def read(module: nn.Module, path: Path, submodule: str | None = None) -> Match:
     return found
 
 
-def in_halves(stored: StoredLike) -> Tensor:
+def in_halves(stored: Stored) -> Tensor:
     if not stored.shape:
         return stored.part([], [])
     dim = max(range(len(stored.shape)), key=lambda dim: stored.shape[dim])
@@ -327,7 +327,7 @@ class Shape:
         raise AssertionError("to match needs no numbers")
 
 
-def shapes(module: nn.Module, prefix: str = "") -> dict[str, StoredLike]:
+def shapes(module: nn.Module, prefix: str = "") -> dict[str, Stored]:
     return {f"{prefix}{name}": Shape(*value.shape) for name, value in module.state_dict().items()}
 
 
@@ -446,7 +446,7 @@ def test_ten_thousand_names_take_no_time() -> None:
     parameter = nn.Parameter(torch.empty(4, 4, device="meta"))
     state: dict[str, Tensor] = {f"net.{name}": nn.Parameter(parameter.detach()) for name in names}
     state["head.weight"] = nn.Parameter(parameter.detach())
-    weights: dict[str, StoredLike] = {f"model.{name}": Shape(4, 4) for name in names}
+    weights: dict[str, Stored] = {f"model.{name}": Shape(4, 4) for name in names}
     begun = os.times().user
     found = match(Named(state), {**weights, "lm_head.weight": Shape(9, 9)})
     assert os.times().user - begun < 15

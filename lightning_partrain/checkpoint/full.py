@@ -53,6 +53,12 @@ def _whole(value: Any, param: Tensor, fused: Fused | None, keep: bool) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
+def _with_groups(state: dict[int, dict[str, Any]], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """``state`` as ``optimizer.state_dict()`` has it; what Lightning has in the place of an optimizer has no groups."""
+    whole = optimizer.state_dict()
+    return {"state": state, "param_groups": whole["param_groups"]} if optimizer.param_groups else whole
+
+
 def full_optimizer_state(
     optimizer: torch.optim.Optimizer,
     stepped: Callable[[Tensor], Tensor] = lambda param: param,
@@ -73,9 +79,7 @@ def full_optimizer_state(
             state[index] = {key: _whole(value, stepped(param), fused(param), keep) for key, value in values}
     if not keep:
         return {}
-    return (
-        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]} if params else optimizer.state_dict()
-    )
+    return _with_groups(state, optimizer)
 
 
 def held_optimizer_state(
@@ -97,9 +101,7 @@ def held_optimizer_state(
         for index, param in enumerate(params)
         if param in optimizer.state
     }
-    return (
-        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]} if params else optimizer.state_dict()
-    )
+    return _with_groups(state, optimizer)
 
 
 def load_full_optimizer_state(
@@ -134,7 +136,7 @@ def load_full_optimizer_state(
                 rows = as_dtensor(torch.empty_like(local_tensor(param), dtype=value.dtype), param)
                 fill(rows, value, fused(held))
                 value = local_tensor(rows) if local else rows
-            elif isinstance(value, Stored) and not isinstance(value, Tensor):
+            elif isinstance(value, Stored):
                 value = whole_of(value)
             cut[key] = value
         state[index] = cut

@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product, takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_partrain.checkpoint.stored import Reader, is_sharded
+from lightning_partrain.checkpoint.torch_file import is_archive, refused_class
+from lightning_partrain.parallel.placement import Stored
 
 #: Where torch's files have a state dict, if they are not one.
 KEYS = ("state_dict", "model", "module")
@@ -35,19 +37,6 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "C64": torch.complex64,
 }
-
-
-class StoredLike(Protocol):
-    """A tensor in a file."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def part(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """The block of ``sizes`` that begins at ``offsets``: on the host, contiguous, and with memory of its own."""
 
 
 class _Part:
@@ -68,7 +57,7 @@ class _Part:
         return self._source[tuple(map(slice, offsets, ends))].clone(memory_format=torch.contiguous_format)
 
 
-def open_weights(path: str | os.PathLike[str]) -> Mapping[str, StoredLike]:
+def open_weights(path: str | os.PathLike[str]) -> Mapping[str, Stored]:
     """The tensors in a file or folder, by name. Files are mapped to memory, once each; blocks are read when they are asked for.
 
     Only a file that torch wrote before its version 1.6 is read as a whole.
@@ -81,7 +70,7 @@ def open_weights(path: str | os.PathLike[str]) -> Mapping[str, StoredLike]:
         ValueError: for what is none of these, is missing, cut or damaged, or would have to be unpickled freely. Names the file.
     """
     where = Path(path).expanduser()
-    weights: Mapping[str, StoredLike] | None = None
+    weights: Mapping[str, Stored] | None = None
     if where.is_dir():
         weights = _in_folder(where)
     elif where.is_file():
@@ -185,15 +174,12 @@ def _safetensors(file: Path) -> dict[str, _Part]:
 
 
 def _torch(file: Path) -> dict[str, _Part]:
-    with open(file, "rb") as data:
-        zipped = data.read(4) == b"PK\x03\x04"
     try:
-        found = torch.load(file, map_location="cpu", mmap=zipped, weights_only=True)
+        found = torch.load(file, map_location="cpu", mmap=is_archive(file), weights_only=True)
     except pickle.UnpicklingError as error:
         # Not torch's own words: they advise to unpickle it.
-        what = re.search(r"GLOBAL (\S+)", str(error))
         raise ValueError(
-            f"{file} is refused: it has {what[1] if what else 'something'} besides tensors, and only tensors and plain values can be read "
+            f"{file} is refused: it has {refused_class(error) or 'something'} besides tensors, and only tensors and plain values can be read "
             "without running code from the file. If you trust who wrote it, convert it: give its state dict to safetensors.torch.save_file."
         ) from None
     except Exception as error:
@@ -271,7 +257,7 @@ class _Pair:
         return "\n".join(lines)
 
 
-def match(module: nn.Module, weights: Mapping[str, StoredLike], submodule: str | None = None) -> Match:
+def match(module: nn.Module, weights: Mapping[str, Stored], submodule: str | None = None) -> Match:
     """Find for which part of a module the weights are.
 
     Of all pairs of a prefix in the module and one in the file, that below which most elements have the same names and shapes is taken,
@@ -340,7 +326,7 @@ def _ends_alike(ours: str, theirs: str) -> int:
 class _Search:
     """For the prefixes; that in the module is given if there is a submodule."""
 
-    def __init__(self, module: nn.Module, weights: Mapping[str, StoredLike], submodule: str | None) -> None:
+    def __init__(self, module: nn.Module, weights: Mapping[str, Stored], submodule: str | None) -> None:
         state = module.state_dict(keep_vars=True)
         self.state = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         self.weights = weights

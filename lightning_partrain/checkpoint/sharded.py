@@ -36,6 +36,7 @@ from torch import Tensor
 from lightning_partrain import compat
 from lightning_partrain.checkpoint.folder import Folder, is_remote, note_latest
 from lightning_partrain.checkpoint.stored import MANIFEST, VERSION, Everyone, sealed
+from lightning_partrain.checkpoint.torch_file import as_bytes, record_begin
 from lightning_partrain.parallel.placement import Entry, Piece
 
 
@@ -222,7 +223,7 @@ class _Out:
         """What comes next has the numbers of ``tensor`` in it, longer than all else: :attr:`place` will be where they begin."""
         if self._hashing is not None:
             self._hashing.result()  # of two tensors, no more, are numbers in memory
-        self._numbers = tensor.reshape(-1).view(torch.uint8).numpy().data
+        self._numbers = as_bytes(tensor)
 
     def write(self, data: Any) -> int:
         length = len(data)
@@ -255,9 +256,8 @@ def _save(tensor: Tensor, out: _Out) -> int:
     torch.save(tensor, buffer)
     out.write(buffer.getbuffer())
     with zipfile.ZipFile(buffer) as archive:
-        head = next(each for each in archive.infolist() if each.filename.endswith("data/0")).header_offset
-    lengths = buffer.getbuffer()[head + 26 : head + 30]  # of the name and of what follows it
-    return start + head + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+        info = next(each for each in archive.infolist() if each.filename.endswith("data/0"))
+    return start + record_begin(buffer, info)
 
 
 def _write(folder: Folder, name: str, blocks: list[tuple[str, Entry, Any]]) -> dict[str, Any]:

@@ -78,8 +78,6 @@ def merge(rest: dict[str, Any], everyone: Everyone) -> None:
     """Add what other ranks have of the plain values in optimizer states, such as counts of steps on other stages. Collective."""
     own = [optimizer.get("state", {}) for optimizer in rest.get("optimizer_states", [])]
     plain = [{str(index): values for index, values in state.items() if values} for state in own]
-    if not any(everyone(any(plain))):
-        return
     for states in everyone(plain):
         for state, more in zip(own, states, strict=True):
             for index, values in more.items():

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_partrain.checkpoint.folder import Folder
+from lightning_partrain.checkpoint.torch_file import as_bytes
+from lightning_partrain.parallel.placement import whole_of
 
 MANIFEST, VERSION = "manifest.json", 1
 
@@ -75,7 +77,7 @@ class StoredTensor:
         numbers = torch.empty(count * width, dtype=self.dtype)
         with self._reader.folder.reader(self._reader.simple(block["file"])) as file:
             file.seek(block["numbers"] + skip * width * numbers.element_size())
-            view: memoryview = numbers.view(torch.uint8).numpy().data
+            view = as_bytes(numbers)
             while len(view):
                 got = file.readinto(view)  # type: ignore[attr-defined]
                 if not got:
@@ -155,5 +157,4 @@ class Reader:
 
     def whole(self, name: str) -> Tensor:
         """A tensor, put together from its blocks, on the host."""
-        stored = self.stored(name)
-        return stored.part([0] * len(stored.shape), stored.shape)
+        return whole_of(self.stored(name))

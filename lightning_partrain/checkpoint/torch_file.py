@@ -92,6 +92,25 @@ def _check_dense(tensor: Tensor, where: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def is_archive(path: Path) -> bool:
+    """Whether a file is what torch writes since its version 1.6, or the beginning of it."""
+    with open(path, "rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def refused_class(error: BaseException) -> str | None:
+    """What ``torch.load(weights_only=True)`` has found that is neither tensor nor plain data, where ``error`` names it."""
+    found = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
+    return found[1] if found else None
+
+
+def record_begin(file: IO[bytes], info: zipfile.ZipInfo) -> int:
+    """Where in an archive the bytes of a record begin: behind its header, its name, and what pads it."""
+    file.seek(info.header_offset + 26)
+    name, extra = file.read(2), file.read(2)
+    return info.header_offset + 30 + int.from_bytes(name, "little") + int.from_bytes(extra, "little")
+
+
 @contextmanager
 def refusing(name: str) -> Any:
     """Errors of ``torch.load`` as a ValueError that says what is wrong with the file ``name``."""
@@ -102,10 +121,9 @@ def refusing(name: str) -> Any:
     except Exception as error:
         if isinstance(error, OSError) and error.filename is not None:  # it cannot be opened
             raise
-        found = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
-        if found:
+        if found := refused_class(error):
             raise ValueError(
-                f"{name} holds a {found[1]}, which is neither tensor nor plain data. To load it could run code, so nothing of it was "
+                f"{name} holds a {found}, which is neither tensor nor plain data. To load it could run code, so nothing of it was "
                 "run. Write the checkpoint without it, such as with save_hyperparameters(ignore=[...])."
             ) from None
         first = (str(error) or type(error).__name__).strip().splitlines()[0]
@@ -165,10 +183,7 @@ class _Records:
         try:
             with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
                 for info in archive.infolist():
-                    file.seek(info.header_offset + 26)
-                    name, extra = file.read(2), file.read(2)
-                    begin = info.header_offset + 30 + int.from_bytes(name, "little") + int.from_bytes(extra, "little")
-                    self._at[begin] = info
+                    self._at[record_begin(file, info)] = info
                     record = info.filename.partition("/")[2]
                     if record == "data.pkl" and info.CRC:  # torch does not look at it, and may write none
                         archive.read(info)

@@ -1,6 +1,6 @@
 """A model that is born without its numbers: what makes a tensor is written down, and run when its value is asked for.
 
-A deferred tensor is a plain one whose storage holds a single element, seen in the tensor's shape with strides of 0. It stays the same
+A deferred tensor is a hollow one (see ``hollow``), whose storage bears what makes it. It stays the same
 object until ``param.data = value`` fills it, so that ties, hooks and references survive, and what reads it unasked sees NaN. Random
 numbers are drawn while the model is built too, and dropped: code that draws later draws the same.
 """

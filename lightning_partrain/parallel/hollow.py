@@ -17,9 +17,13 @@ from lightning_partrain import compat
 from lightning_partrain.numerics import local_tensor
 
 
+def empty_of_numbers(tensor: Tensor) -> Tensor:
+    """Fill with NaN where the dtype has it, with zero elsewhere."""
+    return tensor.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0)
+
+
 def hollow(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    storage = torch.full((2,), value, dtype=dtype, device=device).untyped_storage()
+    storage = empty_of_numbers(torch.empty(2, dtype=dtype, device=device)).untyped_storage()
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 1, tuple(shape), (0,) * len(shape))
 
 

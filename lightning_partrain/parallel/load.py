@@ -70,7 +70,7 @@ def load_state(
 
 def _cut(value: Any, now: Any, fused: Fused | None) -> Any:
     """``value`` as a module takes it that holds ``now`` in its place."""
-    if isinstance(value, Stored) and not isinstance(value, Tensor):
+    if isinstance(value, Stored):
         value = whole_of(value)
     if isinstance(now, DTensor) and isinstance(value, Tensor) and value.shape == now.shape:
         return as_dtensor(local_part_of(value, now, fused), now)

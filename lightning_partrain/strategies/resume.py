@@ -16,10 +16,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_partrain import compat
 from lightning_partrain.checkpoint import full, state, stored
 from lightning_partrain.checkpoint.extra import PREFIX, Extra, PerRank
 from lightning_partrain.checkpoint.folder import is_remote
 from lightning_partrain.checkpoint.newest import newest_good, problem_of
+from lightning_partrain.checkpoint.torch_file import is_archive, refused_class
 from lightning_partrain.parallel import random_states as numbers
 
 if TYPE_CHECKING:
@@ -105,7 +107,7 @@ def refuse_what_is_not_whole(strategy: CheckpointStrategy, path: Any) -> None:
             f"{place} is one file of a sharded checkpoint. Give the folder: ckpt_path={str(place.parent)!r}."
         )
     if place.is_dir():
-        if not (place / ".metadata").is_file():
+        if not (place / compat.DCP_METADATA).is_file():
             raise ValueError(
                 f"The folder {place} is no complete checkpoint: it has no {stored.MANIFEST}. {_way_out(strategy, place)}"
             )
@@ -113,17 +115,10 @@ def refuse_what_is_not_whole(strategy: CheckpointStrategy, path: Any) -> None:
             f"The folder {place} was written by another strategy: it has no {stored.MANIFEST}. For folders of Lightning's FSDPStrategy and "
             f"ModelParallelStrategy: lightning-partrain convert {place} NEW --to sharded."
         )
-    problem = strategy.broadcast(problem_of(str(place)) if strategy.global_rank == 0 and _is_archive(place) else None)
+    looks = strategy.global_rank == 0 and place.is_file() and is_archive(place)
+    problem = strategy.broadcast(problem_of(str(place)) if looks else None)
     if problem:
         raise ValueError(f"{problem} {_way_out(strategy, place)}")
-
-
-def _is_archive(place: Path) -> bool:
-    """Whether a file is what torch writes since its version 1.6, or the beginning of it."""
-    if not place.is_file():
-        return False
-    with open(place, "rb") as file:
-        return file.read(4) == b"PK\x03\x04"
 
 
 def warn_of_what_cannot_be_read(rest: Mapping[str, Any]) -> None:
@@ -135,9 +130,8 @@ def warn_of_what_cannot_be_read(rest: Mapping[str, Any]) -> None:
         try:
             torch.load(buffer, weights_only=True)
         except pickle.UnpicklingError as error:
-            what = re.search(r"GLOBAL (\S+)", str(error))
             rank_zero_warn(
-                f"{key!r} of the checkpoint has {what[1] if what else 'an object'} in it, which is only loaded with weights_only=False: give that to "
+                f"{key!r} of the checkpoint has {refused_class(error) or 'an object'} in it, which is only loaded with weights_only=False: give that to "
                 "trainer.fit, or leave it out, as with save_hyperparameters(ignore=[...])."
             )
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_partrain import compat
+from lightning_partrain.parallel.hollow import empty_of_numbers
 from lightning_partrain.parallel.pipeline.cut import Crossing, Cut, Flow
 from lightning_partrain.parallel.pipeline.record import Leaf, Recording
 from lightning_partrain.parallel.pipeline.units import Unit
@@ -71,11 +72,6 @@ class StandIns:
             memory.untyped_storage(), 0, shape, torch.empty(shape, device="meta").stride()
         )
         return tensor.permute(sorted(range(len(shape)), key=leaf.order.__getitem__))
-
-
-def empty_of_numbers(tensor: Tensor) -> Tensor:
-    """Fill with NaN where the dtype has it, with zero elsewhere."""
-    return tensor.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0)
 
 
 class Stage(nn.Module):
