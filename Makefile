@@ -2,6 +2,9 @@
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+# DeepSpeed compiles C++ when it is first used; the tests find it compiled, here, where `make clean` leaves it.
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
+OPS := $(VENV)/torch_extensions/.built
 FIND_PYTHON := for name in python3.11 python3 python; do \
     $$name -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$name && break; done
 
@@ -26,16 +29,24 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 	@echo "Installed."
 
+$(OPS): $(INSTALLED)
+	@if command -v "$${CXX:-c++}" >/dev/null; then \
+	    echo "Building the C++ parts of DeepSpeed, once, a minute or so ..."; \
+	    $(PYTHON) -m lightning_partrain.cli doctor --build-deepspeed && mkdir -p $(@D) && touch $@; \
+	else \
+	    echo "*** No C++ compiler was found: the tests of DeepSpeed are skipped. Install one (apt-get install g++). ***" >&2; \
+	fi
+
 demo: $(INSTALLED)
 	$(PYTHON) -m examples.demo
 
 demo-dp: $(INSTALLED)
 	$(PYTHON) -m examples.demo --layout dp
 
-test: lint
+test: lint $(OPS)
 	$(PYTHON) -m pytest
 
-test-all: lint
+test-all: lint $(OPS)
 	$(PYTHON) -m pytest -m 'slow or not slow'
 
 lint: $(INSTALLED)

@@ -33,6 +33,9 @@ COMMANDS: dict[str, Command] = {
         "lightning_partrain.checkpoint.convert:run",
         "write a checkpoint in another format: full, sharded, safetensors, hf",
     ),
+    "doctor": Command(
+        "lightning_partrain.doctor:run", "say what this machine has and what is broken; build DeepSpeed's ops"
+    ),
     "presets": Command(
         "lightning_partrain.preset_list:run", "list the YAML presets that came along, or print one's path"
     ),

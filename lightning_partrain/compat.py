@@ -11,8 +11,10 @@ import copy
 import functools
 import os
 import pickle
+import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,6 +73,8 @@ __all__ = [
     "default_process_group_backend",
     "default_store",
     "disable_current_modes",
+    "extension_compilers",
+    "extension_files",
     "fill_unused_gradients",
     "forget_epoch_ends",
     "fsdp_follow_requires_grad",
@@ -771,7 +775,7 @@ class LocalGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         with torch.no_grad():
             for group in optimizer.param_groups:
                 for param in group["params"]:
@@ -783,9 +787,12 @@ class LocalGradScaler(torch.amp.GradScaler):
                             "precision='16-mixed' keeps parameters and gradients in float32, but a gradient is float16. Leave the parameters in "
                             "float32, or use precision='16-true'."
                         )
-                    by_dtype.setdefault(grad.dtype, []).append(local_part(grad))
-            for grads in by_dtype.values():
-                torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale * self._replicas)
+                    local = local_part(grad)
+                    alike.setdefault((local.device, local.dtype), []).append(local)
+            for (device, _), grads in alike.items():  # offloaded ones lie on the host
+                found, factor = found_inf.to(device), (inv_scale * self._replicas).to(device)
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, found, factor)
+                found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
             if self._group is not None:
                 dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._group)
         self._found = found_inf
@@ -812,6 +819,16 @@ def keep_float16_on_cpu(is_ours: Callable[[Any], bool]) -> None:
     _AcceleratorConnector._keeps_float16 = True  # type: ignore[attr-defined]
 
 
+def is_in_backward(param: Tensor) -> bool:
+    """Within a backward pass: whether it reaches ``param``, which requires grad."""
+    return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(param).node))
+
+
+def after_closure(plugin: Any, module: Any, optimizer: Any) -> None:
+    """What Lightning does between the last backward pass and the optimizer's step: hooks, clipping."""
+    plugin._after_closure(module, optimizer)
+
+
 def uncount_step(trainer: Any) -> None:
     """From within an optimizer step that was skipped: Lightning, which counts it anyway, has counted one less."""
     loop = trainer.fit_loop.epoch_loop
@@ -834,3 +851,23 @@ def hold_schedulers(trainer: Any, skipped: Callable[[], bool]) -> Callable[[], N
 
     loop.update_lr_schedulers = update
     return lambda: loop.__dict__.pop("update_lr_schedulers", None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch: C++ extensions
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def extension_files(name: str) -> tuple[Path, Path]:
+    """The library and the lock of the extension ``name`` where torch 2.13 builds it, in a folder that is there then."""
+    from torch.utils import cpp_extension  # imports setuptools
+
+    folder = Path(cpp_extension._get_build_directory(name, False))
+    return folder / f"{name}{cpp_extension.LIB_EXT}", folder / "lock"
+
+
+def extension_compilers() -> tuple[str | None, str | None]:
+    """The C++ compiler and the CUDA toolkit that torch 2.13 builds extensions with; ``None`` for what is not there."""
+    from torch.utils import cpp_extension
+
+    return shutil.which(cpp_extension.get_cxx_compiler()), cpp_extension.CUDA_HOME

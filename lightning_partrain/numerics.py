@@ -82,7 +82,7 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0, stages: StageN
     device, dtype = (stages.device, stages.dtype) if stages is not None else (torch.device("cpu"), torch.float32)
     for tensor in tensors:
         groups[sharded_axes(tensor)].append(local_tensor(tensor))
-        device = groups[sharded_axes(tensor)][-1].device
+        device = torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
         dtype = torch.promote_types(dtype, tensor.dtype)
     infinite = math.isinf(norm_type)
     op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
@@ -94,6 +94,7 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0, stages: StageN
             part = norms.max() if infinite else norms.pow(norm_type).sum()
         else:
             part = torch.zeros((), dtype=dtype, device=device)
+        part = part.to(device)  # offloaded gradients lie on the host
         for mesh, axis in axes:
             dist.all_reduce(part, op, group=mesh.get_group(axis))
         parts.append(part)
@@ -129,12 +130,13 @@ def clip_grad_norm(
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply all gradients by ``factor``, a scalar on their device. No communication."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for param in parameters:
         if param.grad is not None:
-            by_dtype[param.grad.dtype].append(local_tensor(param.grad))
-    for dtype, local in by_dtype.items():
-        torch._foreach_mul_(local, factor.to(dtype))
+            local = local_tensor(param.grad)
+            alike[local.device, local.dtype].append(local)
+    for (device, dtype), grads in alike.items():
+        torch._foreach_mul_(grads, factor.to(device, dtype))
 
 
 @torch.no_grad()

@@ -19,6 +19,9 @@ class Entry:
 
 
 _HYBRID = "lightning_partrain.strategies.Hybrid3DStrategy"
+_ZERO = "lightning_partrain.strategies.ZeroStrategy"
+_DEEPSPEED = "lightning_partrain.strategies.DeepSpeedZeroStrategy"
+_FAIRSCALE = "lightning_partrain.strategies.FairScaleZeroStrategy"
 
 STRATEGIES: dict[str, Entry] = {
     "hybrid_3d": Entry(_HYBRID, "data parallel with sharded optimizer state; the numbers of one process"),
@@ -28,6 +31,19 @@ STRATEGIES: dict[str, Entry] = {
         _HYBRID,
         "hybrid_3d over two pipeline stages of two tensor-parallel ranks",
         {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    ),
+    "zero_1": Entry(_ZERO, "optimizer state sharded; the numbers of one process", {"zero_stage": 1}),
+    "zero_2": Entry(_ZERO, "gradients sharded as well", {"zero_stage": 2}),
+    "zero_3": Entry(_ZERO, "parameters sharded as well", {"zero_stage": 3}),
+    "zero_3_offload": Entry(
+        _ZERO, "everything sharded and kept on the host between its uses, for GPUs", {"zero_stage": 3, "offload": "all"}
+    ),
+    "zero_1_deepspeed": Entry(_DEEPSPEED, "DeepSpeed's engine, optimizer state sharded", {"zero_stage": 1}),
+    "zero_2_deepspeed": Entry(_DEEPSPEED, "DeepSpeed's engine, gradients sharded as well", {"zero_stage": 2}),
+    "zero_3_deepspeed": Entry(_DEEPSPEED, "DeepSpeed's engine, parameters sharded as well", {"zero_stage": 3}),
+    "zero_1_fairscale": Entry(_FAIRSCALE, "FairScale's OSS, optimizer state by owners", {"zero_stage": 1}),
+    "zero_2_fairscale": Entry(
+        _FAIRSCALE, "FairScale's ShardedDataParallel, gradients by owners as well", {"zero_stage": 2}
     ),
 }
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import warnings
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 warnings.filterwarnings("ignore")  # before the imports: torch and transformers warn while they load
 
 import lightning.pytorch

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.file_baton import FileBaton
 
 from lightning_partrain import compat
 from tests.test_numerics import in_group
@@ -239,3 +242,18 @@ def test_fully_shard_is_undone() -> None:
         return "whole"
 
     assert in_group(2, check) == ["whole"] * 2
+
+
+def test_files_of_extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    library, lock = compat.extension_files("op")
+    assert (library.parent, library.stem, lock) == (tmp_path / "op", "op", tmp_path / "op" / "lock")
+    monkeypatch.setenv("CXX", sys.executable)
+    assert compat.extension_compilers()[0] == sys.executable
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert compat.extension_compilers()[0] is None
+    baton = FileBaton(str(lock))  # it holds the lock open: that tells a live build from a killed one
+    assert baton.try_acquire()
+    assert os.path.samestat(os.fstat(baton.fd), lock.stat())
+    baton.release()
+    assert not lock.exists()

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_partrain import compat
-from lightning_partrain.checkpoint import extra, foreign, full, sharded, state, stored, torch_file
+from lightning_partrain.checkpoint import deepspeed_folder, extra, foreign, full, sharded, state, stored, torch_file
 from lightning_partrain.checkpoint.pretrained import open_weights
 from lightning_partrain.checkpoint.torch_file import Unread, refusing, replaced
 from lightning_partrain.cli import PROGRAM, fail
@@ -47,11 +47,12 @@ LIKE = (
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def read(path: Path, weights_alone: bool = False) -> dict[str, Any]:
+def read(path: Path, weights_alone: bool = False, frozen: bool = False) -> dict[str, Any]:
     """A checkpoint of any kind; only what is no tensor is in memory.
 
     Args:
-        weights_alone: of a folder of ours, the model's tensors, whatever else there is.
+        weights_alone: of a folder of ours or DeepSpeed's, the model's tensors, whatever else there is.
+        frozen: see :func:`deepspeed_folder.read`.
 
     Raises:
         ValueError: for what is none, is damaged, or holds other things than tensors and plain data; names the file.
@@ -64,13 +65,17 @@ def read(path: Path, weights_alone: bool = False) -> dict[str, Any]:
                 raise ValueError(f"{path / stored.MANIFEST} is damaged, or not what was written ({error!r}).") from None
         elif foreign.is_folder(path):
             checkpoint = foreign.read(path)
+        elif deepspeed_folder.is_folder(path):
+            checkpoint = deepspeed_folder.read(path, weights_alone, frozen)
         else:
             raise ValueError(
                 f"{path} is a folder, but no checkpoint: it has neither {stored.MANIFEST} (ours) nor {compat.DCP_METADATA} and "
-                f"{foreign.META} (Lightning's)."
+                f"{foreign.META} (Lightning's) nor {deepspeed_folder.LATEST} and a folder with *_model_states.pt (DeepSpeed's)."
             )
     elif not path.exists():
         raise ValueError(f"{path} does not exist.")
+    elif folder := deepspeed_folder.folder_of(path):
+        raise ValueError(f"{path} is one file of a checkpoint of DeepSpeed's. Give the folder: {folder}.")
     else:
         found = foreign.read_safetensors(path) if foreign.is_safetensors(path) else torch_file.load(path)
         checkpoint = _as_lightning_has_it(found, path)
@@ -364,7 +369,7 @@ def parser() -> argparse.ArgumentParser:
         prog=f"{PROGRAM} convert",
         description="Write a checkpoint in another format: in one process, tensor by tensor, with one of them in memory at a time.",
         epilog="SRC may be a file of Lightning's or of this package, a folder of this package ('sharded'), a folder of Lightning's FSDP or "
-        "ModelParallel strategy, or a file with a state dict (.pt, .bin, .safetensors). Nothing in it is run: what holds more than "
+        "ModelParallel strategy or of DeepSpeed, or a file with a state dict (.pt, .bin, .safetensors). Nothing in it is run: what holds more than "
         "tensors and plain data is refused.",
     )
     made.add_argument("source", metavar="SRC", type=Path, help="the checkpoint, a file or a folder")
@@ -381,6 +386,13 @@ def parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         help="of the weights' numbers (safetensors and hf; default: as they are)",
+    )
+    made.add_argument(
+        deepspeed_folder.FROZEN,
+        action="store_true",
+        default=None,
+        help="of a folder of DeepSpeed, whose optimizer has no frozen parameters: the run that goes on gives its optimizer all parameters, "
+        "such as AdamW(self.parameters()) does",
     )
     only = made.add_argument_group("for --to hf")
     only.add_argument(
@@ -408,16 +420,19 @@ def convert(options: argparse.Namespace) -> Progress:
     to, source, target = options.to, options.source, options.target
     for name, ends in (
         ("dtype", ("safetensors", "hf")),
+        ("frozen_in_optimizer", ("full", "sharded")),
         *((n, ("hf",)) for n in ("submodule", "like", "max_shard_size")),
     ):
         if getattr(options, name) is not None and to not in ends:
             raise ValueError(f"--{name.replace('_', '-')} goes with --to {' or '.join(ends)}, not with --to {to}.")
     if not source.exists():
         raise ValueError(f"SRC {source} does not exist.")
+    if options.frozen_in_optimizer and not deepspeed_folder.is_folder(source):
+        raise ValueError(f"{deepspeed_folder.FROZEN} goes with a folder of DeepSpeed's, which SRC {source} is not.")
     sources = {"SRC": source, **({"--like": options.like} if options.like is not None else {})}
     _check_target(target, options.force, sources)
     progress = Progress()
-    checkpoint = read(source, weights_alone=to in ("safetensors", "hf"))
+    checkpoint = read(source, weights_alone=to in ("safetensors", "hf"), frozen=bool(options.frozen_in_optimizer))
     if to in ("safetensors", "hf"):
         checkpoint = {"state_dict": checkpoint["state_dict"]}
     checkpoint = replaced(checkpoint, progress.watch)

@@ -30,10 +30,10 @@ META = "meta.pt"
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class _Record:
-    """Stands for a class of torch in ``.metadata``: nothing but what the file says of it."""
+class Record:
+    """Stands for an object of a class that is not run, such as torch's in ``.metadata``: nothing but what the file says of it."""
 
-    def __new__(cls, *values: Any) -> _Record:
+    def __new__(cls, *values: Any) -> Record:
         return super().__new__(cls)
 
     def __setstate__(self, state: Any) -> None:
@@ -52,7 +52,7 @@ _PLAIN: dict[tuple[str, str], Any] = {
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): str,
     **{(f"pathlib{part}", f"{kind}Path"): _path for part in ("", "._local") for kind in ("Posix", "Windows")},
-    **{each: type(each[1], (_Record,), {}) for each in compat.DCP_CLASSES},
+    **{each: type(each[1], (Record,), {}) for each in compat.DCP_CLASSES},
 }
 
 

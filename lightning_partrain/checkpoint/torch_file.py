@@ -161,7 +161,7 @@ def load(path: Path) -> Any:
         ValueError: for what is no such file, is damaged, or holds other things than tensors and plain data; names it.
     """
     archive = zipfile.is_zipfile(path)  # before torch 1.6 it was none: then all of it is read
-    records = _Records(path) if archive else None
+    records = Records(path) if archive else None
     with compat.FakeTensorMode() if archive else nullcontext():
         loaded = load_plain(path, str(path))
     return replaced(loaded, Unread.of if records is None else records.unread)
@@ -173,7 +173,7 @@ def _resolved(numbers: Tensor, conjugate: bool, negative: bool) -> Tensor:
     return numbers.neg() if negative else numbers
 
 
-class _Records:
+class Records:
     """The storages of a torch file, by where their bytes begin."""
 
     def __init__(self, path: Path) -> None:

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
 from lightning_partrain import compat
 from lightning_partrain.mesh import ParallelMesh
 from lightning_partrain.numerics import local_tensor
 from lightning_partrain.parallel.hollow import give_room, is_hollow, make_hollow
-from lightning_partrain.parallel.optimizer import LocalRows, around_step, is_elementwise, shard_state
+from lightning_partrain.parallel.optimizer import around_step, shard_state
 from lightning_partrain.parallel.placement import Fused, hollow_without_shards, without_shards
 from lightning_partrain.parallel.replicate import Reduce, ReplicatedModel
 from lightning_partrain.sync.reducer import GradientReducer
@@ -84,7 +84,10 @@ class FullyShardedModel(ReplicatedModel):
 
     Args:
         automatic: whether Lightning drives the optimizer (one forward and backward pass a step).
-        blocks: of a pipeline stage, which calls its part of a step itself; its parameters stay gathered for a whole schedule.
+        blocks: modules that are gathered one at a time; ``None`` finds them.
+        of_stage: whether a pipeline stage calls its part of a step itself; its parameters stay gathered for a whole schedule.
+        offload: keep shards of parameters, gradients and optimizer state in the memory of the host, and bring parameters to the device
+            to gather them.
 
     Raises:
         ValueError: under manual optimization, when two children of the LightningModule share a parameter.
@@ -101,6 +104,8 @@ class FullyShardedModel(ReplicatedModel):
         *,
         automatic: bool = True,
         blocks: list[nn.Module] | None = None,
+        of_stage: bool = False,
+        offload: bool = False,
     ) -> None:
         roots = [module] if automatic else self._children(module)
         covered = {p for root in roots for p in root.parameters()}
@@ -112,17 +117,20 @@ class FullyShardedModel(ReplicatedModel):
         ignored = {*(p for _, p in self._whole), *absent}
         give_room(param for _, param in self._whole)
         with compat.fsdp_sharding_one_by_one(_with_room, _without_room):
-            self._shard(module, roots, mesh, ignored, find_blocks(module) if blocks is None else blocks, blocks is None)
+            options = {"mesh": mesh.shard_mesh, "ignored_params": ignored}
+            if offload:
+                options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+            self._shard(module, roots, mesh, find_blocks(module) if blocks is None else blocks, not of_stage, options)
         self._roots = [root for root in roots if isinstance(root, FSDPModule)]
-        steps = [name for name in STEPS if automatic and blocks is None and is_overridden(name, module)]
+        steps = [name for name in STEPS if automatic and not of_stage and is_overridden(name, module)]
         self._own_steps = {name: module.__dict__.get(name) for name in steps}  # a user may have set one on the instance
-        if isinstance(module, FSDPModule) and blocks is None:
+        if isinstance(module, FSDPModule) and not of_stage:
             compat.fsdp_gather_for_methods(module, steps)
         elif isinstance(module, FSDPModule):
             enter, leave = compat.fsdp_outermost(module)
             self.around_stage = (lambda args: enter(args, {}, True)[0], lambda output: leave(output, True))
         self._used: set[Any] = set()
-        self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self._device = torch.device(mesh.device_mesh.device_type)
         super().__init__(module, mesh, reduce, training, absent, fused)
         if training:
             self._watch_zero_grad()
@@ -157,14 +165,14 @@ class FullyShardedModel(ReplicatedModel):
         module: nn.Module,
         roots: list[nn.Module],
         mesh: ParallelMesh,
-        ignored: set[Tensor],
         blocks: list[nn.Module],
         reshard: bool,
+        options: dict[str, Any],
     ) -> None:
-        options: dict[str, Any] = {"mesh": mesh.shard_mesh, "ignored_params": ignored}
+        before = {m for m in module.modules() if isinstance(m, FSDPModule)}  # configure_model has sharded them
         for block in blocks:
-            if any(isinstance(m, FSDPModule) for m in block.modules()):
-                continue  # configure_model has sharded it
+            if before.intersection(block.modules()):
+                continue
             outside = {p for m in module.modules() if m not in set(block.modules()) for p in m._parameters.values()}
             if not outside.intersection(block.parameters()):
                 fully_shard(block, reshard_after_forward=reshard, **options)
@@ -252,8 +260,8 @@ class FullyShardedModel(ReplicatedModel):
     def attach_optimizer(self, optimizer: torch.optim.Optimizer, wrapper: Any) -> None:
         self._watch_zero_grad(optimizer, wrapper)
         shard_state(optimizer, {p: p for p in self.held_parameters().values()})
-        if is_elementwise(optimizer):
-            rows = LocalRows(optimizer)
+        rows = self._local_rows(optimizer)
+        if rows is not None:
             self._handles += around_step(optimizer, rows.enter, rows.leave)
 
     def _forget(self, params: Iterable[Tensor]) -> None:

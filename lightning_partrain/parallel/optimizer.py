@@ -104,13 +104,18 @@ class LocalRows:
         self.optimizer = optimizer
         self._back: dict[Tensor, Tensor] = {}
 
+    def _rows(self, param: DTensor) -> Tensor:
+        """What the optimizer updates in the place of ``param``, with the gradient."""
+        local = local_tensor(param)
+        local.grad = None if param.grad is None else local_tensor(param.grad)
+        return local
+
     def enter(self) -> None:
         there: dict[Tensor, Tensor] = {}
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 if isinstance(param, DTensor):
-                    local = there[param] = local_tensor(param)
-                    local.grad = None if param.grad is None else local_tensor(param.grad)
+                    local = there[param] = self._rows(param)
                     self._back[local] = param
         swap_parameters(self.optimizer, there)
 
@@ -119,3 +124,42 @@ class LocalRows:
         for local in self._back:
             local.grad = None
         self._back = {}
+
+
+class HostRows(LocalRows):
+    """The same on copies in the memory of the host, where the optimizer's state then lies and its arithmetic is done.
+
+    Source: ZeRO-Offload, Ren et al. 2021, arXiv 2101.06840. Gradients go to the host and updated rows come back, once a step; for that the
+    host waits once a step for the device.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer)
+        self._copies: dict[tuple[Tensor, str], Tensor] = {}
+
+    def _on_host(self, param: Tensor, what: str, local: Tensor) -> Tensor:
+        copy = self._copies.get((param, what))
+        if copy is None:
+            copy = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+            self._copies[param, what] = copy
+        return copy.copy_(local, non_blocking=True)
+
+    @torch.no_grad()
+    def _rows(self, param: DTensor) -> Tensor:
+        host = self._on_host(param, "rows", local_tensor(param))
+        host.grad = None if param.grad is None else self._on_host(param, "gradient", local_tensor(param.grad))
+        return host
+
+    def enter(self) -> None:
+        super().enter()
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        for host in self._back:  # what a checkpoint brought lies where the parameters do
+            state = self.optimizer.state.get(host, {})
+            state.update({key: value.cpu() for key, value in state.items() if isinstance(value, Tensor)})
+
+    @torch.no_grad()
+    def leave(self) -> None:
+        for host, param in self._back.items():
+            local_tensor(param).copy_(host, non_blocking=True)
+        super().leave()

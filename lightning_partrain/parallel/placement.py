@@ -102,7 +102,8 @@ def whole(tensor: DTensor, fused: Fused | None = None) -> Tensor:
 @torch.no_grad()
 def gathered(tensor: DTensor, cuts: int) -> Tensor:
     """The local tensor with the last ``cuts`` of its cuts undone. Collective over those axes."""
-    part, mesh = local_tensor(tensor), tensor.device_mesh
+    mesh = tensor.device_mesh
+    part = local_tensor(tensor).to(mesh.device_type)  # from where it is, which with offload is the host
     for axis, dim, size in list(reversed(list(_cuts(tensor))))[:cuts]:
         ranks = mesh.size(axis)
         chunk = -(-size // ranks)

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from lightning_partrain import numerics
 from lightning_partrain.mesh import ParallelMesh
 from lightning_partrain.numerics import local_tensor
 from lightning_partrain.parallel.load import load_state
-from lightning_partrain.parallel.optimizer import LocalRows, around_step, is_elementwise, shard_state
+from lightning_partrain.parallel.optimizer import HostRows, LocalRows, around_step, is_elementwise, shard_state
 from lightning_partrain.parallel.placement import Entry, Fused, whole
 from lightning_partrain.sync.reducer import GradientReducer
 
@@ -48,6 +49,7 @@ class ReplicatedModel:
         self.module, self.mesh, self.reduce, self.training, self.absent = module, mesh, reduce, training, absent
         self.fused = fused or {}
         self._handles: list[RemovableHandle] = []
+        self.host_step = False  # whether element-wise optimizers step on copies in the memory of the host
         self._optimizers: list[torch.optim.Optimizer] = []
         self.reducer = self._make_reducer() if training else None
 
@@ -130,9 +132,15 @@ class ReplicatedModel:
         params = self.held_parameters().values()
         if any(isinstance(p, DTensor) for p in params):  # tensor-parallel ones, beside plain ones
             shard_state(optimizer, {p: p for p in params})
-            if is_elementwise(optimizer):
-                rows = LocalRows(optimizer)
+            rows = self._local_rows(optimizer)
+            if rows is not None:
                 self._handles += around_step(optimizer, rows.enter, rows.leave)
+
+    def _local_rows(self, optimizer: torch.optim.Optimizer) -> LocalRows | None:
+        """What lets ``optimizer`` step on plain tensors, where its rule allows it."""
+        if not is_elementwise(optimizer):
+            return None
+        return HostRows(optimizer) if self.host_step else LocalRows(optimizer)
 
     def _watch_zero_grad(self, optimizer: torch.optim.Optimizer | None = None, wrapper: Any = None) -> None:
         """Let :meth:`_forget` follow ``zero_grad`` of every module, or of an optimizer and its wrapper.
@@ -194,6 +202,16 @@ class ReplicatedModel:
         if self.reducer is not None:
             self.reducer.remove_hooks()
             self.reducer.buckets.clear()
+
+    # -- gradients, between the last pass of a window and the step -----------------------------------------------------
+
+    def grad_norm(self, norm_type: float, stages: numerics.StageNorm | None) -> Tensor:
+        """Of the whole model; see :func:`numerics.grad_norm`. Collective."""
+        return numerics.grad_norm(self.named_parameters().values(), norm_type, stages)
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply all gradients by ``factor``, a scalar."""
+        numerics.scale_gradients(self.named_parameters().values(), factor)
 
     # -- accounting ----------------------------------------------------------------------------------------------------
 

@@ -24,13 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lightning_partrain import compat
 from lightning_partrain.mesh import ParallelMesh
 from lightning_partrain.numerics import as_dtensor, local_tensor
-from lightning_partrain.parallel.optimizer import (
-    LocalRows,
-    around_step,
-    is_elementwise,
-    shard_state,
-    swap_parameters,
-)
+from lightning_partrain.parallel.optimizer import around_step, shard_state, swap_parameters
 from lightning_partrain.parallel.placement import Fused, tensor_axis
 from lightning_partrain.parallel.replicate import Reduce, ReplicatedModel
 from lightning_partrain.sync.reducer import Bucket, GradientReducer
@@ -205,7 +199,7 @@ class ShardedOptimizerModel(ReplicatedModel):
     def attach_optimizer(self, optimizer: torch.optim.Optimizer, wrapper: Any) -> None:
         self._watch_zero_grad(optimizer, wrapper)
         shard_state(optimizer, self._shard_of)
-        rows = LocalRows(optimizer) if is_elementwise(optimizer) else None
+        rows = self._local_rows(optimizer)
 
         def before() -> None:
             self._show(shards=True)

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
-
-from lightning_partrain.numerics import scale_gradients
 
 #: The key beside ``"loss"`` under which ``training_step`` returns over how many tokens the loss is a sum.
 COUNT = "num_tokens"
@@ -142,10 +140,11 @@ class TokenLoss:
         assert self._reference is not None
         return loss * (self._pass * self._ranks / self._reference).to(loss.dtype)
 
-    def finish(self, parameters: Iterable[Tensor], accumulate: int) -> None:
+    def finish(self, scale_gradients: Callable[[Tensor], None], accumulate: int) -> None:
         """At the end of a window: put the gradients right. Collective over ``group``.
 
         Args:
+            scale_gradients: multiplies all gradients by a scalar.
             accumulate: by how much the loss of each pass was divided.
 
         Raises:
@@ -155,7 +154,7 @@ class TokenLoss:
         self._reduce(self._window)
         tokens = self._window[0]
         factor = torch.where((tokens > 0) & tokens.isfinite(), self._reference * accumulate / tokens, 0.0)
-        scale_gradients(parameters, factor)
+        scale_gradients(factor)
         self._look_at(self._window)
         self._reference = (tokens / self._passes).clamp(min=1.0)
         self._window, self._passes = torch.zeros_like(self._window), 0

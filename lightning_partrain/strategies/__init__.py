@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from lightning_partrain.strategies.base import MeshStrategy
+from lightning_partrain.strategies.deepspeed import DeepSpeedZeroStrategy
+from lightning_partrain.strategies.fairscale import FairScaleZeroStrategy
 from lightning_partrain.strategies.hybrid import Hybrid3DStrategy
+from lightning_partrain.strategies.zero import ZeroStrategy
 
-__all__ = ["Hybrid3DStrategy", "MeshStrategy"]
+__all__ = ["DeepSpeedZeroStrategy", "FairScaleZeroStrategy", "Hybrid3DStrategy", "MeshStrategy", "ZeroStrategy"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -25,7 +25,7 @@ from lightning_partrain.parallel.optimizer import swap_parameters
 from lightning_partrain.parallel.replicate import ReplicatedModel
 from lightning_partrain.parallel.token_loss import TokenLoss
 from lightning_partrain.precision.mesh_mixed import MeshMixedPrecision
-from lightning_partrain.strategies import audit
+from lightning_partrain.strategies import audit, memory_table
 from lightning_partrain.strategies.batch_size import meaning
 from lightning_partrain.strategies.checkpoints import CheckpointStrategy, Format
 from lightning_partrain.strategies.initial_values import InitialValues, Pretrained, check_pretrained, hold
@@ -126,6 +126,7 @@ class MeshStrategy(CheckpointStrategy):
             self._attach_precision(trainer)
             if self.metrics is not None:
                 self.metrics.watch()
+            memory_table.announce(self)
 
     def _from_first(self, tensor: Tensor) -> Tensor:
         if self.world_size > 1:
@@ -297,7 +298,7 @@ class MeshStrategy(CheckpointStrategy):
         self._complete_gradients(last_of_window)
         if self.tokens is not None and self.tokens.counting and last_of_window:
             passes = self.lightning_module.trainer.accumulate_grad_batches
-            self.tokens.finish(self.model_parallel.named_parameters().values(), passes)
+            self.tokens.finish(self.model_parallel.scale_gradients, passes)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -330,16 +331,19 @@ class MeshStrategy(CheckpointStrategy):
         self._precision_plugin = plugin
         if plugin is not None and type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
             plugin.clip_grad_by_norm = (  # type: ignore[method-assign]
-                lambda optimizer, clip_val: numerics.clip_grad_norm(  # type: ignore[assignment]
-                    map(self._stepped, plugin.main_params(optimizer)), float(clip_val), stages=self._stage_norm
-                )
+                lambda optimizer, clip_val: self.clip_norm(plugin.main_params(optimizer), float(clip_val))
             )
         if plugin is not None and type(plugin).clip_grad_by_value is Precision.clip_grad_by_value:
             plugin.clip_grad_by_value = (  # type: ignore[method-assign]
-                lambda optimizer, clip_val: numerics.clip_grad_value(
-                    map(self._stepped, plugin.main_params(optimizer)), float(clip_val)
-                )
+                lambda optimizer, clip_val: self.clip_value(plugin.main_params(optimizer), float(clip_val))
             )
+
+    def clip_norm(self, params: Iterable[Tensor], max_norm: float) -> None:
+        """Clip the gradients of parameters that an optimizer holds by the norm of the whole model's. Collective over all ranks."""
+        numerics.clip_grad_norm(map(self._stepped, params), max_norm, stages=self._stage_norm)
+
+    def clip_value(self, params: Iterable[Tensor], limit: float) -> None:
+        numerics.clip_grad_value(map(self._stepped, params), limit)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -358,7 +362,7 @@ class MeshStrategy(CheckpointStrategy):
         Collective over all ranks. Under sharding ``p.grad.norm()`` is a partial value; this is not.
         """
         assert self.model_parallel is not None
-        return numerics.grad_norm(self.model_parallel.named_parameters().values(), norm_type, self._stage_norm)
+        return self.model_parallel.grad_norm(norm_type, self._stage_norm)
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 
@@ -369,6 +373,7 @@ class MeshStrategy(CheckpointStrategy):
         self.wait_for_checkpoint()
 
     def teardown(self) -> None:
+        memory_table.withdraw(self)
         if not self._failed:
             self.wait_for_checkpoint()
         if self.model_parallel is not None:

@@ -181,17 +181,13 @@ class CheckpointStrategy(RankStrategy):
         """The name that a parameter has, or had, in its module."""
         return str(_NAMES.get(param, ""))
 
-    @staticmethod
-    def _parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
-        """In the order of the optimizer's groups."""
-        return [_NAMES.get(p, "") for group in optimizer.param_groups for p in group["params"]]
+    def parameter_groups(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+        """The names of the parameters in the optimizer's groups."""
+        return [[_NAMES.get(param, "") for param in group["params"]] for group in optimizer.param_groups]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         path = self.broadcast(filepath)  # rank 0's: others may have formatted it from their own numbers
-        groups = [
-            [[_NAMES.get(p, "") for p in g["params"]] for g in compat.unwrap_optimizer(o).param_groups]
-            for o in self.optimizers
-        ]
+        groups = [self.parameter_groups(compat.unwrap_optimizer(each)) for each in self.optimizers]
         if type(self.precision_plugin) is MeshMixedPrecision and MeshMixedPrecision.__qualname__ in checkpoint:
             checkpoint[STATE_KEY] = checkpoint.pop(MeshMixedPrecision.__qualname__)
         layout = self.layout() if self.mesh else {}

@@ -215,6 +215,13 @@ class Hybrid3DStrategy(TensorParallelStrategy):
             ):
                 loop.inference_mode = False
 
+    #: Whether what zero_stage=3 shards lies in the memory of the host.
+    offloads_parameters = False
+
+    def blocks(self, module: nn.Module) -> list[nn.Module] | None:
+        """The modules that zero_stage=3 gathers one at a time; ``None`` to find them."""
+        return None if self.pipeline is None else self.pipeline.own_blocks()
+
     def parallelize(self, module: nn.Module, training: bool) -> ReplicatedModel:
         assert self.mesh is not None and self.lightning_module is not None
         absent = self.pipeline.absent if self.pipeline is not None else frozenset[Tensor]()
@@ -225,9 +232,17 @@ class Hybrid3DStrategy(TensorParallelStrategy):
             return ReplicatedModel(module, self.mesh, self.reduce_when, training, absent, fused)
         if self.zero_stage == 3:
             automatic = self.lightning_module.automatic_optimization
-            blocks = None if self.pipeline is None else self.pipeline.own_blocks()
             return FullyShardedModel(
-                module, self.mesh, self.reduce_when, training, absent, fused, automatic=automatic, blocks=blocks
+                module,
+                self.mesh,
+                self.reduce_when,
+                training,
+                absent,
+                fused,
+                automatic=automatic,
+                blocks=self.blocks(module),
+                of_stage=self.pipeline is not None,
+                offload=self.offloads_parameters,
             )
         return ShardedOptimizerModel(
             module, self.mesh, self.reduce_when, training, absent, fused, keep_buffers=self.zero_stage == 1

@@ -230,7 +230,7 @@ class PipelinedStrategy(MeshStrategy):
         own = full.full_optimizer_state(optimizer, self._stepped, self._first_replica, self.fused)
         if not self._first_replica:
             return {}
-        names = self._parameter_names(optimizer)
+        names = [name for group in self.parameter_groups(optimizer) for name in group]
         homes = {index: self._optimizer_homes.get(name, 0) for index, name in enumerate(names)}
         return {**own, "state": state.collect(homes, own["state"], self._stage_host_group)}
 

@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_partrain import compat
-from lightning_partrain.checkpoint import full, state, stored
+from lightning_partrain.checkpoint import deepspeed_folder, full, state, stored
 from lightning_partrain.checkpoint.extra import PREFIX, Extra, PerRank
 from lightning_partrain.checkpoint.folder import is_remote
 from lightning_partrain.checkpoint.newest import newest_good, problem_of
@@ -105,6 +105,11 @@ def refuse_what_is_not_whole(strategy: CheckpointStrategy, path: Any) -> None:
     if place.is_file() and stored.is_sharded(place.parent):
         raise ValueError(
             f"{place} is one file of a sharded checkpoint. Give the folder: ckpt_path={str(place.parent)!r}."
+        )
+    theirs = place if deepspeed_folder.is_folder(place) else deepspeed_folder.folder_of(place)
+    if theirs is not None:
+        raise ValueError(
+            f"{place} was written by DeepSpeed. Make a checkpoint of it first: lightning-partrain convert {theirs} NEW --to sharded."
         )
     if place.is_dir():
         if not (place / compat.DCP_METADATA).is_file():

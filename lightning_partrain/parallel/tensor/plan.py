@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from lightning_partrain.parallel.names import matching
 from lightning_partrain.parallel.tensor.auto import auto_styles
 from lightning_partrain.parallel.tensor.styles import ALIASES, STYLES, CutParameter, Style
 
@@ -63,17 +63,13 @@ def resolve(root: nn.Module, plan: Plan, ranks: int) -> list[Layer]:
     chosen: dict[str, str] = {}
     given: set[str] = set()
     for pattern, style in ({"*": "auto"} if plan == "auto" else plan).items():
-        matching = [n for n in names if fnmatchcase(n, pattern) or fnmatchcase(n, f"*.{pattern}")]
-        if not matching:
-            raise ValueError(
-                f"tensor_parallel_plan: {pattern!r} matches no module of {type(root).__name__}. {_nearest(pattern, list(names))}"
-            )
+        found = matching("tensor_parallel_plan", pattern, root, names)
         if style == "auto":
             automatic = auto_styles(root)
-            chosen.update({n: automatic[n] for n in matching if n in automatic})
+            chosen.update({n: automatic[n] for n in found if n in automatic})
         else:
-            chosen.update(dict.fromkeys(matching, ALIASES.get(style, style)))
-            given.update(matching)
+            chosen.update(dict.fromkeys(found, ALIASES.get(style, style)))
+            given.update(found)
     layers = []
     for name, module in names.items():
         if name not in chosen or chosen[name] == "replicate":
@@ -97,14 +93,6 @@ def resolve(root: nn.Module, plan: Plan, ranks: int) -> list[Layer]:
         _check_sizes(root, layer, ranks)
     _check_tied(root, layers)
     return layers
-
-
-def _nearest(pattern: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(pattern, names, 3, cutoff=0.4)
-    if not near:
-        last = pattern.split(".")[-1].strip("*")
-        near = [n for n in names if last and last in n][:3] or names[:3]
-    return f"The nearest names: {', '.join(near)}."
 
 
 def _divisors(number: int) -> str:

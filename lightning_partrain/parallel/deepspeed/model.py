@@ -1,0 +1,334 @@
+"""The layout that DeepSpeed's engine makes of a module: ZeRO stages 1 to 3, its optimizer, its backward pass and its step."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_partrain import compat, numerics
+from lightning_partrain.mesh import ParallelMesh
+from lightning_partrain.parallel.deepspeed import internals
+from lightning_partrain.parallel.deepspeed.flat import Part
+from lightning_partrain.parallel.placement import Entry, Stored, whole_of
+from lightning_partrain.parallel.replicate import Reduce, ReplicatedModel
+
+
+class DeepSpeedModel(ReplicatedModel):
+    """``zero_stage`` 1, 2 or 3 by DeepSpeed. The engine is made when the optimizer is known, in :meth:`attach_optimizer`.
+
+    Args:
+        module, mesh, reduce: see :class:`ReplicatedModel`.
+        config: complete, as ``deepspeed.initialize`` takes it.
+        device: of this rank.
+
+    Attributes:
+        engine: DeepSpeed's, from :meth:`attach_optimizer` to :meth:`release`.
+        groups: the names of the optimizer's parameters by groups, as they were before DeepSpeed put flat ones in their place.
+        optimizer: what updates those flat ones: the user's, or the one that DeepSpeed has built after its configuration.
+        scheduler: what DeepSpeed has built after its configuration, if anything.
+        parts: name -> what this rank holds of a trained parameter; also after :meth:`release`.
+    """
+
+    def __init__(
+        self, module: nn.Module, mesh: ParallelMesh, reduce: Reduce, config: dict[str, Any], device: torch.device
+    ) -> None:
+        super().__init__(module, mesh, reduce, training=False)  # gradients are DeepSpeed's
+        self.config, self.device = config, device
+        self.engine: Any = None
+        self.groups: list[list[str]] = []
+        self.parts: dict[str, Part] = {}
+        self._pending = False  # whether there are gradients that no step has used
+        self._window = ExitStack()
+
+    # -- set-up --------------------------------------------------------------------------------------------------------
+
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer, wrapper: Any) -> None:
+        import deepspeed
+
+        names = {param: name for name, param in self.module.named_parameters()}
+        trained = [param for param in names if param.requires_grad]
+        self.groups = [[names[param] for param in group["params"]] for group in optimizer.param_groups]
+        self.groups = self.groups or [[names[param] for param in trained]]
+        self.trained = {names[param] for param in trained}
+        self._marks = internals.Marks(self.module)
+        self.engine, *_ = deepspeed.initialize(
+            args=Namespace(device_rank=self.device.index or 0),
+            model=self.module,
+            optimizer=optimizer if optimizer.param_groups else None,
+            model_parameters=trained,
+            config=self.config,
+            dist_init_required=False,
+        )
+        self.parts = internals.updated_parts(self.engine, names)
+        self.optimizer = internals.base_optimizer(self.engine)
+        self.scheduler, self.engine.lr_scheduler = self.engine.lr_scheduler, None  # the Trainer steps it
+        self._optimizers.append(optimizer)
+        optimizer.zero_grad = wrapper.zero_grad = self._zero_grad  # type: ignore[method-assign]
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        """DeepSpeed clears gradients in its step, and before it keeps them where no other can."""
+        if self._pending:
+            raise RuntimeError(
+                "zero_grad was called between a backward pass and the step, but DeepSpeed cannot drop gradients once they are reduced. Leave "
+                "zero_grad to the Trainer, or use strategy='zero_1'."
+            )
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def call(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``step(*args)`` as the forward pass of the engine, which so knows when it begins and ends."""
+        had = self.module.__dict__.get("forward")
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            restore()  # the step may call self(...)
+            return step(*args, **kwargs)
+
+        def restore() -> None:
+            self.module.__dict__.pop("forward", None)
+            if had is not None:
+                self.module.__dict__["forward"] = had
+
+        self.module.__dict__["forward"] = forward
+        try:
+            return self.engine(*args, **kwargs)
+        finally:
+            restore()
+
+    def before_forward(self) -> None:
+        trained = {name for name, param in self.module.named_parameters() if param.requires_grad}
+        if self.engine is not None and trained != self.trained:
+            changed = sorted(trained ^ self.trained)
+            raise RuntimeError(
+                f"requires_grad of {changed[0]!r}{f' and {len(changed) - 1} others' if len(changed) > 1 else ''} has changed since the "
+                "run began, but DeepSpeed's flat tensors hold what was trained then. Freeze and unfreeze before the run, or use strategy='zero_1'."
+            )
+
+    def begin_backward(self, last_of_window: bool) -> None:
+        self._pending = True
+        if not last_of_window and self.reduce == "window" and not self.engine.inside_no_sync_ctxt:
+            self._window.enter_context(self.engine.coalesce_grad_reduction())
+        if not self.engine.inside_no_sync_ctxt:
+            self.engine.set_gradient_accumulation_boundary(last_of_window)
+
+    def _all_used(self, root: Any) -> None:
+        """In the beginning of a backward pass, before anything is sent.
+
+        Raises:
+            RuntimeError: for trained parameters that the pass does not reach. DeepSpeed would wait for their gradients on some ranks only, or update
+                them as if the gradients were zero.
+        """
+        named = [(name, param) for name, param in self.module.named_parameters() if name in self.trained]
+        unused = [name for name, param in named if not compat.is_in_backward(param)]
+        if unused and not self._recomputes(root):
+            more = f" and {len(unused) - 1} others" if len(unused) > 1 else ""
+            raise RuntimeError(
+                f"The loss of this batch does not depend on {unused[0]!r}{more}, but DeepSpeed's engine needs a gradient of everything that is trained "
+                "from every rank and every backward pass. Freeze what is not used (requires_grad_(False)), or use strategy='zero_1', which "
+                "leaves it alone."
+            )
+
+    def backward(self, loss: Tensor) -> None:
+        if loss.requires_grad:
+            root = loss.grad_fn
+            loss.register_hook(lambda _: self._all_used(root))
+        self.engine.backward(loss, scale_wrt_gas=False)  # the Trainer has divided by the passes of the window
+
+    @staticmethod
+    def _recomputes(root: Any) -> bool:
+        """Whether parts of the graph are made in the backward pass only (``checkpoint(use_reentrant=True)``)."""
+        seen, waiting = set(), [root]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            if "CheckpointFunction" in node.name():
+                return True
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions]
+        return False
+
+    def end_backward(self, last_of_window: bool, automatic: bool) -> None:
+        if last_of_window and self.engine.inside_no_sync_ctxt:
+            self._window.close()  # reduces what all passes have added up
+            self.engine.set_gradient_accumulation_boundary(True)
+
+    def step(self) -> bool:
+        """Whether the optimizer has stepped; it does not where gradients are not finite."""
+        self.engine.step()
+        internals.set_clip_norm(self.engine, float(self.config.get("gradient_clipping", 0.0)))
+        self._pending = False
+        return bool(self.engine.was_step_applied())
+
+    def clip_norm(self, max_norm: float) -> None:
+        """Of the next step."""
+        internals.set_clip_norm(self.engine, max_norm)
+
+    def grad_norm(self, norm_type: float, stages: numerics.StageNorm | None) -> Tensor:
+        gradients = internals.averaged_gradients(self.engine)
+        ranks = numerics.StageNorm(self.mesh.data_parallel_group, lambda _: True, torch.float32, self.device)
+        return numerics.total_norm(gradients, norm_type, ranks).to(self.device) / internals.loss_scale(self.engine)
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        for gradient in internals.averaged_gradients(self.engine):
+            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+
+    # -- parameters ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _cut(self) -> bool:
+        """Whether the module's parameters are in pieces."""
+        return self.engine is not None and internals.is_stage_3(self.engine)
+
+    def held_state(self) -> dict[str, Entry | Any]:
+        if not self._cut:
+            return super().held_state()
+        params = dict(self.module.named_parameters(remove_duplicate=False))
+        held: dict[str, Entry | Any] = {}
+        for name, value in self.module.state_dict().items():
+            if name in params:
+                part = internals.weight_part(params[name])
+                held[name] = part.entry(part.flat)
+            else:
+                held[name] = Entry.of(value) if isinstance(value, Tensor) else value
+        return held
+
+    def state_dict(self, keep: bool = True) -> dict[str, Any]:
+        assert not self._cut  # the strategy gathers what is held
+        return super().state_dict(keep)
+
+    def load_state_dict(
+        self, names: Collection[str], get: Callable[[str], Any], strict: bool = True, plainly: bool = False
+    ) -> None:
+        if self.engine is not None:
+            raise RuntimeError(
+                "DeepSpeed's engine has taken the weights over: load them before, as with trainer.fit(ckpt_path=...)."
+            )
+        super().load_state_dict(names, get, strict, plainly)
+
+    # -- what the optimizer holds ----------------------------------------------------------------------------------------
+
+    def _state_of(self, part: Part) -> dict[str, Any]:
+        return self.optimizer.state.get(part.flat, {})
+
+    @staticmethod
+    def _held(part: Part, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.shape == part.flat.shape:
+            return part.entry(value)
+        return value.clone() if isinstance(value, Tensor) else value  # a count of steps each: optimizers count in place
+
+    def held_optimizer_state(self) -> dict[str, Any]:
+        """As ``optimizer.state_dict()`` of one process, with what this rank holds of each tensor. No communication."""
+        state: dict[int, dict[str, Any]] = {}
+        for index, name in enumerate(name for group in self.groups for name in group):
+            if name in self.parts:
+                part = self.parts[name]
+                values = self._state_of(part)
+                if any(value is not None for value in values.values()):
+                    state[index] = {key: self._held(part, value) for key, value in values.items()}
+        groups, first = [], 0
+        for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
+            groups.append(
+                {**{k: v for k, v in group.items() if k != "params"}, "params": list(range(first, first + len(names)))}
+            )
+            first += len(names)
+        return {"state": state, "param_groups": groups}
+
+    @torch.no_grad()
+    def load_optimizer_state(self, saved: Mapping[str, Any], get: Callable[[Mapping[Any, Any], Any], Any]) -> None:
+        """Take this rank's parts of what one process, or any layout, has saved.
+
+        Args:
+            saved: an optimizer's state dict.
+            get: a value of a mapping, not read yet where that is possible.
+
+        Raises:
+            ValueError: for other groups than those of this run, or parameters at different steps.
+        """
+        sizes = [len(group["params"]) for group in saved["param_groups"]]
+        if sizes != [len(group) for group in self.groups]:
+            raise ValueError(
+                f"The checkpoint's optimizer has groups of {sizes} parameters, the optimizer of this run has "
+                f"{[len(group) for group in self.groups]}. Load it with the model and configure_optimizers it was saved with."
+            )
+        for group, of_saved in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
+            group.update({key: value for key, value in of_saved.items() if key != "params"})
+        shared: dict[Tensor, dict[str, Any]] = {}
+        names = [name for group in self.groups for name in group]
+        known = {names[int(index)]: saved["state"][index] for index in saved["state"]}
+        missing = sorted(self.parts.keys() - known.keys())
+        if known and missing:
+            raise ValueError(
+                f"The checkpoint has no optimizer state of {missing[0]!r}, which was not trained before, but DeepSpeed keeps one number of steps "
+                "for all. Continue with strategy='zero_1', or begin with a new optimizer."
+            )
+        for name in self.parts.keys() & known.keys():
+            part, values = self.parts[name], known[name]
+            state = self.optimizer.state.setdefault(part.flat, {})
+            for key in values:
+                value = get(values, key)
+                if isinstance(value, (Tensor, Stored)) and tuple(value.shape) == part.shape:
+                    if key not in state:
+                        state[key] = torch.zeros_like(part.flat)
+                    part.fill(state[key], value)
+                    continue
+                if isinstance(value, (Tensor, Stored)):
+                    value = whole_of(value).clone()
+                first = shared.setdefault(part.flat, {}).setdefault(key, value)
+                if first is not value and bool(first != value):
+                    raise ValueError(
+                        f"The checkpoint's optimizer has {key}={float(value):g} for {name!r} and {float(first):g} for another parameter, but "
+                        "DeepSpeed keeps one for all. Continue with strategy='zero_1', or begin with a new optimizer."
+                    )
+                state[key] = first
+
+    def masters(self) -> dict[str, Entry]:
+        """Name -> the copy that the optimizer updates, where it is of another type than the module's parameter."""
+        dtypes = {name: param.dtype for name, param in self.module.named_parameters()}
+        return {name: part.entry(part.flat) for name, part in self.parts.items() if part.flat.dtype != dtypes[name]}
+
+    def load_masters(self, saved: Mapping[str, Any]) -> None:
+        for name, value in saved.items():
+            if name in self.parts:
+                self.parts[name].fill(self.parts[name].flat, value)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def release(self, whole: bool = True) -> None:
+        """The module is plain and whole again on every rank."""
+        super().release(whole)
+        if self.engine is None:
+            return
+        group = self.mesh.data_parallel_group if self.mesh.size("data_parallel") > 1 else None
+        for param in self.module.parameters():
+            if self._cut:
+                part = internals.weight_part(param)
+                param.data = part.whole(part.flat, self.device, group)
+            else:
+                param.data = param.data.clone()  # out of the flat tensor of all
+        self._window.close()
+        self.engine.destroy()
+        internals.forget_hooks(self.engine)
+        self._marks.restore()
+        self.engine = None
+
+    def state_tensors(self) -> dict[str, list[Tensor]]:
+        if self.engine is None:
+            return super().state_tensors()
+        params = list(self.module.parameters())
+        held = [internals.weight_part(p).flat for p in params] if self._cut else [p.data for p in params]
+        flats = internals.flat_parameters(self.engine)
+        return {
+            "parameters": held,
+            "gradients": internals.averaged_gradients(self.engine) + [p.grad for p in params if p.grad is not None],
+            "masters": flats,
+            "optimizer": [
+                v for flat in flats for v in self.optimizer.state.get(flat, {}).values() if isinstance(v, Tensor)
+            ],
+            "buckets": internals.gathered_bytes(self.engine),
+        }
