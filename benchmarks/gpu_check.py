@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,12 @@ import torch
 
 from benchmarks.common import RESULTS, benchmark_gpt, random_bytes
 from examples.gpt import GPTModule
-from lightning_partrain.strategies import Hybrid3DStrategy
+from lightning_partrain.strategies import (
+    DeepSpeedZeroStrategy,
+    FairScaleZeroStrategy,
+    Hybrid3DStrategy,
+    ZeroStrategy,
+)
 
 STEPS, WARM_UP = 24, 8
 
@@ -99,8 +105,9 @@ def run_in_pieces(name: str, **arguments: Any) -> dict[str, Any]:
 
 
 def run(name: str, strategy: Any, **options: Any) -> dict[str, Any]:
-    """One path: its step time, peak memory and last loss, or its error."""
-    timer = NoHostSync(may_wait=options.get("precision") == "16-mixed")  # for one number: whether to skip the step
+    """One path: its step time, peak memory and last loss, or its error. ``waits`` says that a step may wait for the device."""
+    # 16-mixed waits for one number: whether to skip the step
+    timer = NoHostSync(may_wait=options.pop("waits", False) or options.get("precision") == "16-mixed")
     torch.cuda.empty_cache()
     module = benchmark_gpt()
     if options.pop("sums", False):
@@ -189,6 +196,21 @@ def main() -> None:
                     {"gradient_clip_val": 1.0},
                 )
             )
+    accumulated: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
+    offload: Any
+    for stage, offload in ((1, "optimizer"), (3, "optimizer"), (3, "all")):
+        strategy = ZeroStrategy(zero_stage=stage, offload=offload)
+        paths.append((f"zero_{stage} offload={offload}", strategy, {**accumulated, "waits": True}))
+    if find_spec("fairscale") is not None:
+        for stage in (1, 2):
+            paths.append((f"zero_{stage}_fairscale", FairScaleZeroStrategy(zero_stage=stage), accumulated))
+    if find_spec("deepspeed") is not None:  # last, and it waits for the norm of the gradients in every step
+        for stage in (1, 2, 3):
+            for precision in ("32-true", "bf16-mixed", "16-true"):
+                options = {**accumulated, "precision": precision, "waits": True}
+                paths.append((f"zero_{stage}_deepspeed {precision}", DeepSpeedZeroStrategy(zero_stage=stage), options))
+        offloaded = DeepSpeedZeroStrategy(zero_stage=3, offload_optimizer=True, offload_parameters=True)
+        paths.append(("zero_3_deepspeed offloaded", offloaded, {**accumulated, "waits": True}))
     rows = [run(name, strategy, **options) for name, strategy, options in paths]
     for stage in (1, 3):
         rows.append(
