@@ -207,8 +207,8 @@ def main() -> None:
     if find_spec("deepspeed") is not None:  # last, and it waits for the norm of the gradients in every step
         for stage in (1, 2, 3):
             for precision in ("32-true", "bf16-mixed", "16-true"):
-                options = {**accumulated, "precision": precision, "waits": True}
-                paths.append((f"zero_{stage}_deepspeed {precision}", DeepSpeedZeroStrategy(zero_stage=stage), options))
+                more = {**accumulated, "precision": precision, "waits": True}
+                paths.append((f"zero_{stage}_deepspeed {precision}", DeepSpeedZeroStrategy(zero_stage=stage), more))
         offloaded = DeepSpeedZeroStrategy(zero_stage=3, offload_optimizer=True, offload_parameters=True)
         paths.append(("zero_3_deepspeed offloaded", offloaded, {**accumulated, "waits": True}))
     rows = [run(name, strategy, **options) for name, strategy, options in paths]

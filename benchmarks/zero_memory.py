@@ -172,6 +172,7 @@ def count(name: str, ranks: int, precision: str) -> dict[str, Any]:
         for rows in by_rank:
             off = 100 * (rows[moment]["live"] / rows[moment]["formula"] - 1)
             worst = off if abs(off) > abs(worst) else worst
+    row["step: most of a rank"] = round(max(rows["step"]["live"] for rows in by_rank), 3)
     row["off %"], row["off because"] = round(worst, 2), ""
     if abs(worst) > NOTED:
         row["off because"] = NOTES.get(name, "not known")

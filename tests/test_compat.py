@@ -257,3 +257,12 @@ def test_files_of_extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert os.path.samestat(os.fstat(baton.fd), lock.stat())
     baton.release()
     assert not lock.exists()
+
+
+def test_which_parameters_a_backward_pass_reaches() -> None:
+    used, unused = nn.Linear(2, 1), nn.Linear(2, 1)
+    seen: list[bool] = []
+    loss = used(torch.ones(2)).sum()
+    loss.register_hook(lambda _: seen.extend(compat.is_in_backward(each.weight) for each in (used, unused)))
+    loss.backward()
+    assert seen == [True, False]

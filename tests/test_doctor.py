@@ -60,8 +60,9 @@ class Builder:
             raise self.error
         paths = ops.sysconfig.get_path("include"), ops.torch.__file__.removesuffix("/__init__.py")
         library.with_name("build.ninja").write_text(" ".join(paths))
-        library.with_name(".ninja_log").write_text(f"1\t2\t3\t{library.name}\tabc\n")
         library.write_bytes(b"")
+        noted = library.stat().st_mtime_ns - 500_000_000  # when the link began
+        library.with_name(".ninja_log").write_text(f"1\t502\t{noted}\t{library.name}\tabc\n")
 
 
 @pytest.fixture
@@ -145,6 +146,9 @@ def test_a_lock_is_stale_when_its_build_is_gone(stub: Any, folder: Path, capsys:
     printed = capsys.readouterr().out
     assert f"removed {lock}" in printed and printed.count("built in") == 1
     assert ops.ready([SHM])
+    lock.touch()  # of a process that was killed while it loaded what is built
+    ops.remove_locks_of_loads([SHM])
+    assert ops.ready([SHM])
 
 
 def test_where_nobody_can_tell_age_decides(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +168,9 @@ def test_what_is_built_is_not_built_again(stub: Any, folder: Path) -> None:
     assert len(said) == 2 and str(folder / "cpu_adam") in said[0] and "built in" in said[1]
     ops.build(ADAM, said.append)
     assert len(said) == 2 and ops.ready([ADAM]) and not ops.ready([ADAM, SHM])
+    later = time.time() + 60
+    os.utime(folder / "cpu_adam" / "cpu_adam.so", (later, later))  # a link that was killed: its end is not in ninja's log
+    assert not ops.ready([ADAM])
     os.utime(folder / "cpu_adam" / "cpu_adam.so", (0, 0))  # older than the sources
     assert not ops.ready([ADAM])
 

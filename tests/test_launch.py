@@ -208,7 +208,7 @@ big = torch.randn(600, 600, requires_grad=True)
 """
 
 
-@pytest.mark.parametrize("threads", ["2", None])
+@pytest.mark.parametrize("threads", ["2", pytest.param(None, marks=pytest.mark.slow)])
 def test_after_computing_with_threads(threads: str | None, tmp_path: Path) -> None:
     """A fork copies no pool of threads. Ranks that need one are started by running the script again; others do without."""
     environment = {} if threads is None else {"OMP_NUM_THREADS": threads}
@@ -362,7 +362,7 @@ trainer().fit(Ends(), loader())
 """
 
 
-@pytest.mark.parametrize("how", ["raises,1", "is killed,1", "is killed,0"])
+@pytest.mark.parametrize("how", ["raises,1", pytest.param("is killed,1", marks=pytest.mark.slow), "is killed,0"])
 def test_nobody_survives_a_rank_that_ends_alone(how: str, tmp_path: Path) -> None:
     ended = run(tmp_path, ENDS_ALONE, HOW=how)
     assert ended.left == [] and ended.seconds < 40
@@ -459,6 +459,7 @@ def assert_ranks(ended: Ended, nodes: int, devices: int, runs: int | None = None
         assert saved["predictions"] == list(range(rank, 16, world))
 
 
+@pytest.mark.slow
 def test_torchrun_on_one_node(tmp_path: Path) -> None:
     ended = run(tmp_path, FOUR_SAMPLERS, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     assert_ranks(ended, nodes=1, devices=2)

@@ -96,7 +96,7 @@ def check(strategies: dict[str, Callable[[], Any]], precision: str = "32-true") 
             total, now = (sum(amounts) for amounts in zip(*kinds.values(), strict=True))
             assert now == pytest.approx(total, rel=0.01), f"{name}, rank {rank}, {moment}: {kinds}"
         of_step = {kind: now for kind, (_, now) in seen["step"].items()}
-        assert of_step == pytest.approx({kind: then for kind, (then, _) in seen["step"].items()}, rel=0.02, abs=200)
+        assert of_step == pytest.approx({kind: then for kind, (then, _) in seen["step"].items()}, rel=0.05, abs=200)
         assert len(told) == (2 if rank == 0 else 0)
     return {name: by_rank[0][name][1] for name in strategies}
 
@@ -111,8 +111,8 @@ def test_native_stages() -> None:
     )
     table, after = told["stage 2"]
     rows = [line.split("  ") for line in table.splitlines()]
-    assert rows[0][0].startswith("Memory of rank 0 (ZeroStrategy, stage 2, 2 ranks; P = 40,")
-    assert "T = 30," in rows[0][0] and "N = 2" in rows[0][0]
+    assert rows[0][0].startswith("Memory of rank 0 (ZeroStrategy, stage 2, 2 ranks; P = 39,872")
+    assert "T = 30,366 trained" in rows[0][0] and "N = 2" in rows[0][0]
     cells = {row[0]: row[1:] for row in ([cell.strip() for cell in line if cell.strip()] for line in rows[2:])}
     assert cells["parameters"][0] == "4P" and cells["parameters"][1] == cells["parameters"][2]
     assert cells["gradients"][0] == "4T/N" and cells["gradients"][2] == "-"
@@ -131,16 +131,18 @@ def test_deepspeed_stages() -> None:
 
     if not ops.ready(ops.needed_ops("cpu")):
         pytest.skip("DeepSpeed's ops are not built: lightning-partrain doctor --build-deepspeed")
+    # or a model as small as this one stays whole from its first forward pass on
+    few = {"stage3_param_persistence_threshold": 100, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
     told = check(
         {
-            **{f"stage {s}": lambda s=s: DeepSpeedZeroStrategy(s) for s in (1, 2, 3)},  # type: ignore[misc]
-            **{
-                f"stage {s}, each pass": lambda s=s: DeepSpeedZeroStrategy(s, reduce="micro_batch")  # type: ignore[misc]
-                for s in (1, 2, 3)
-            },
+            f"stage {s}, {reduce}": lambda s=s, reduce=reduce: DeepSpeedZeroStrategy(
+                s, config={"zero_optimization": few}, reduce=reduce
+            )  # type: ignore[misc]
+            for s in (1, 2, 3)
+            for reduce in ("window", "micro_batch")
         }
     )
-    assert "master copies    4T/N" in told["stage 1"][0]
+    assert "master copies    4T/N" in told["stage 1, window"][0]
 
 
 def test_fairscale_stages() -> None:

@@ -51,6 +51,7 @@ class Weight:
     Attributes:
         numel: elements of that part.
         own: of those, the elements that this rank updates.
+        padded: the elements that memory is taken for in their place: ranks whose share is smaller have as much as the others.
         size: bytes of an element.
         trained: whether it gets gradients.
         states: see :func:`states_per_element`; 0 if no optimizer has it.
@@ -59,6 +60,7 @@ class Weight:
 
     numel: int
     own: int
+    padded: int
     size: int
     trained: bool
     states: int | None
@@ -74,7 +76,8 @@ def share(shape: Sequence[int], cuts: Iterable[tuple[int, int, int]]) -> int:
     return torch.Size(sizes).numel()
 
 
-def _cuts(param: Tensor, tensor_parallel_only: bool) -> list[tuple[int, int, int]]:
+def _cuts(param: Tensor, tensor_parallel_only: bool = False, first: bool = False) -> list[tuple[int, int, int]]:
+    """For :func:`share`, of this rank, or of the ``first``, whose part is the largest."""
     if not isinstance(param, DTensor):
         return []
     axes = range(len(param.placements)) if not tensor_parallel_only else [tensor_axis(param)]
@@ -82,7 +85,7 @@ def _cuts(param: Tensor, tensor_parallel_only: bool) -> list[tuple[int, int, int
     for axis in reversed([axis for axis in axes if axis is not None]):  # tensor-parallel first
         placement = param.placements[axis]
         if placement.is_shard() or hasattr(placement, "split_factor"):
-            cuts.append((placement.dim, mesh.size(axis), mesh.get_local_rank(axis)))  # type: ignore[attr-defined]
+            cuts.append((placement.dim, mesh.size(axis), 0 if first else mesh.get_local_rank(axis)))  # type: ignore[attr-defined]
     return cuts
 
 
@@ -111,15 +114,14 @@ def weights(layout: ReplicatedModel, optimizers: Iterable[torch.optim.Optimizer]
             share(param.shape, _cuts(param, tensor_parallel_only=True)) if stage == 3 else local_tensor(param).numel()
         )
         if owners is not None:
-            own = numel * (owners.get(param) == mesh.data_parallel_rank)
+            own = padded = numel * (owners.get(param) == mesh.data_parallel_rank)
         elif stage == 3:
-            own = share(param.shape, _cuts(param, tensor_parallel_only=False))
+            own, padded = share(param.shape, _cuts(param)), share(param.shape, _cuts(param, first=True))
         else:
-            local = local_tensor(param).shape
-            own = share(local, [(0, ranks, rank)] if stage and param.ndim else [])
-        found.append(
-            Weight(numel, own, param.element_size(), param.requires_grad, states.get(param, 0), param in roots)
-        )
+            local, cut = local_tensor(param).shape, bool(stage and param.ndim)
+            own, padded = (share(local, [(0, ranks, index)] if cut else []) for index in (rank, 0))
+        size, trained = param.element_size(), param.requires_grad
+        found.append(Weight(numel, own, padded, size, trained, states.get(param, 0), param in roots))
     return found
 
 
@@ -158,23 +160,24 @@ def sizes(each: Sequence[Weight], ranks: int) -> Sizes:
 
     def state(of: Callable[[Weight], int]) -> int | None:
         trained = [w for w in each if w.trained]
-        return None if any(w.states is None for w in trained) else total(lambda w: of(w) * (w.states or 0), _trained)
+        return (
+            None
+            if any(w.states is None for w in trained)
+            else total(lambda w: of(w) * (w.states or 0), lambda w: w.trained)
+        )
 
-    whole, own = (
-        {"parameters": total(of), "trained": total(of, _trained), "state": state(of), "root": total(of, _root)}
-        for of in (lambda w: w.numel, lambda w: w.own)
-    )
+    def parts(of: Callable[[Weight], int], updated: Callable[[Weight], int]) -> dict[str, int | None]:
+        return {
+            "parameters": total(of),
+            "trained": total(of, lambda w: w.trained),
+            "state": state(updated),
+            "root": total(of, lambda w: w.root),
+        }
+
+    whole, own = parts(lambda w: w.numel, lambda w: w.numel), parts(lambda w: w.padded, lambda w: w.own)
     elements = {
         "P": sum(w.numel for w in each),
         "T": sum(w.numel for w in each if w.trained),
         "R": sum(w.numel for w in each if w.root),
     }
     return Sizes(whole, own, elements, ranks)
-
-
-def _trained(weight: Weight) -> bool:
-    return weight.trained
-
-
-def _root(weight: Weight) -> bool:
-    return weight.root

@@ -21,6 +21,7 @@ from lightning_partrain.checkpoint.state import stored_in
 from lightning_partrain.parallel.deepspeed import config as settings
 from lightning_partrain.parallel.deepspeed import ops
 from lightning_partrain.parallel.deepspeed.model import DeepSpeedModel
+from lightning_partrain.parallel.hollow import give_room
 from lightning_partrain.parallel.placement import Entry
 from lightning_partrain.parallel.replicate import Reduce, ReplicatedModel
 from lightning_partrain.strategies import audit, resume
@@ -139,6 +140,9 @@ class DeepSpeedZeroStrategy(ZeroStrategy):
         adam = str(own.get("type", "")).lower() in ("adam", "adamw") and not own.get("params", {}).get("torch_adam")
         offloads = "offload_optimizer" in self._config["zero_optimization"]
         needed = ops.needed_ops(self.root_device.type, cpu_adam=offloads, fused_adam=adam and not offloads)
+        if self.local_rank == 0:
+            ops.remove_locks_of_loads(needed)
+        self.barrier()
         ops.refuse_stale_locks(needed)
         if self.local_rank == 0 and not ops.ready(needed):
             self._build(needed)
@@ -167,6 +171,7 @@ class DeepSpeedZeroStrategy(ZeroStrategy):
         if not training:
             return super().parallelize(module, training)
         assert self.mesh is not None
+        give_room(module.parameters())
         return DeepSpeedModel(module, self.mesh, self.reduce_when, self._config, self.root_device)
 
     def setup_optimizers(self, trainer: Any) -> None:

@@ -35,7 +35,9 @@ def formula(stage: int, moment: Moment, by_window: bool) -> Formula:
         held[GRADIENTS] = [Term("gradients", cut=True)]
     elif moment == "window" and by_window:
         held[GRADIENTS] = [Term("trained"), *held.get(GRADIENTS, [])]
-    elif moment == "window" and stage < 3:
+    elif moment == "window" and stage == 1:  # reduced after every pass, into whole gradients
+        held[GRADIENTS], held[BUCKETS] = [Term("trained")], [Term("bucket")]
+    elif moment == "window" and stage == 2:
         held[GRADIENTS] = [Term("gradients", cut=True)]
     elif moment == "between" and stage == 3:
         held[PARAMETERS].append(Term("small"))
@@ -43,8 +45,12 @@ def formula(stage: int, moment: Moment, by_window: bool) -> Formula:
 
 
 def gradients(engine: Any) -> list[Tensor]:
-    """Memory for gradients besides what the layout names: stage 3's, which it keeps, and those of the flat copies during the step."""
-    kept = [engine.optimizer.grad_partitions_flat_buffer] if internals.is_stage_3(engine) else []
+    """Memory for gradients besides what the layout names: what stage 3 keeps from beginning to end, what stages 1 and 2 add up in between the
+    passes of a window, and the gradients of the flat copies during the step."""
+    if internals.is_stage_3(engine):
+        kept = [engine.optimizer.grad_partitions_flat_buffer]
+    else:
+        kept = [grad for grads in engine.optimizer.all_grad_tensors.values() for grad in grads or ()]
     return kept + [flat.grad for flat in internals.flat_parameters(engine) if flat.grad is not None]
 
 

@@ -132,7 +132,7 @@ def state_of(op: str) -> State:
         return State(builder.name, None, True, None, False)
     library, lock = compat.extension_files(builder.name)
     there, stale = lock.exists(), _is_stale(lock)
-    built = not stale and _up_to_date(builder, library)
+    built = _up_to_date(builder, library)
     return State(builder.name, library.parent, built, lock if there else None, there and stale)
 
 
@@ -149,9 +149,19 @@ def _up_to_date(builder: Any, library: Path) -> bool:
     try:
         recipe, log = (library.with_name(name).read_text() for name in ("build.ninja", ".ninja_log"))
         newest = max(path.stat().st_mtime for path in [*sources, Path(torch.__file__).with_name("version.py")])
-        return library.stat().st_mtime >= newest and f"\t{library.name}\t" in log and all(o in recipe for o in ours)
+        written = library.stat().st_mtime
+        return written >= newest and _is_whole(library.name, written, log) and all(o in recipe for o in ours)
     except OSError:
         return False
+
+
+def _is_whole(name: str, written: float, log: str) -> bool:
+    """Whether ninja's ``log`` has the end of the link that wrote the file then: one that is killed leaves a part of it."""
+    lines = [line.split("\t") for line in log.splitlines() if f"\t{name}\t" in line]
+    if not lines:
+        return False
+    begin, end, noted, *_ = map(float, lines[-1][:3])  # milliseconds, and when it began or ended in nanoseconds
+    return abs(written - noted / 1e9) <= (end - begin) / 1e3 + 1.0
 
 
 def _is_stale(lock: Path) -> bool:
@@ -225,11 +235,21 @@ def refuse_stale_locks(ops: Iterable[str]) -> None:
 
 def remove_stale_lock(op: str) -> Path | None:
     """Remove the lock of a build that was killed; returns it, or ``None`` when there is none."""
-    state = state_of(op)
+    return _remove(state_of(op))
+
+
+def _remove(state: State) -> Path | None:
     if state.lock is None or not state.stale:
         return None
     state.lock.unlink(missing_ok=True)
     return state.lock
+
+
+def remove_locks_of_loads(ops: Iterable[str]) -> None:
+    """Of ops that are built, and were being loaded by a process that was killed: nothing is half done."""
+    for state in map(state_of, ops):
+        if state.stale and state.built:
+            _remove(state)
 
 
 def ready(ops: Iterable[str]) -> bool:
