@@ -18,6 +18,19 @@ from lightning_partrain.parallel.placement import Entry, Stored, whole_of
 from lightning_partrain.parallel.replicate import Reduce, ReplicatedModel
 
 
+class _Root(nn.Module):
+    """What the engine calls once a pass. The LightningModule itself may be called several times: its steps call ``self(...)``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.step: Callable[..., Any] | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.step is not None
+        return self.step(*args, **kwargs)
+
+
 class DeepSpeedModel(ReplicatedModel):
     """``zero_stage`` 1, 2 or 3 by DeepSpeed. The engine is made when the optimizer is known, in :meth:`attach_optimizer`.
 
@@ -40,6 +53,7 @@ class DeepSpeedModel(ReplicatedModel):
         super().__init__(module, mesh, reduce, training=False)  # gradients are DeepSpeed's
         self.config, self.device = config, device
         self.engine: Any = None
+        self._root: Any = None
         self.groups: list[list[str]] = []
         self.parts: dict[str, Part] = {}
         self._pending = False  # whether there are gradients that no step has used
@@ -56,9 +70,10 @@ class DeepSpeedModel(ReplicatedModel):
         self.groups = self.groups or [[names[param] for param in trained]]
         self.trained = {names[param] for param in trained}
         self._marks = internals.Marks(self.module)
+        self._root = _Root(self.module)
         self.engine, *_ = deepspeed.initialize(
             args=Namespace(device_rank=self.device.index or 0),
-            model=self.module,
+            model=self._root,
             optimizer=optimizer if optimizer.param_groups else None,
             model_parameters=trained,
             config=self.config,
@@ -82,22 +97,11 @@ class DeepSpeedModel(ReplicatedModel):
 
     def call(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``step(*args)`` as the forward pass of the engine, which so knows when it begins and ends."""
-        had = self.module.__dict__.get("forward")
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            restore()  # the step may call self(...)
-            return step(*args, **kwargs)
-
-        def restore() -> None:
-            self.module.__dict__.pop("forward", None)
-            if had is not None:
-                self.module.__dict__["forward"] = had
-
-        self.module.__dict__["forward"] = forward
+        self._root.step, self._root.training = step, self.module.training
         try:
             return self.engine(*args, **kwargs)
         finally:
-            restore()
+            self._root.step = None
 
     def before_forward(self) -> None:
         trained = {name for name, param in self.module.named_parameters() if param.requires_grad}
@@ -315,7 +319,7 @@ class DeepSpeedModel(ReplicatedModel):
         self.engine.destroy()
         internals.forget_hooks(self.engine)
         self._marks.restore()
-        self.engine = None
+        self.engine = self._root = None
 
     def state_tensors(self) -> dict[str, list[Tensor]]:
         if self.engine is None:
