@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder
 from torch import nn
 
 from lightning_partrain.parallel.deepspeed import config, internals, ops
@@ -245,6 +246,9 @@ def test_settings_are_merged_with_what_the_trainer_owns() -> None:
         ({"fp16": {"enabled": True}}, {"precision": "bf16-true"}, "Use precision='16-true'"),
         ({"bf16": {"enabled": False}}, {"precision": "bf16-true"}, "Use bf16.enabled='auto'"),
         ({"zero_optimization": {"round_robin_gradients": True}}, {}, "round_robin_gradients puts parameters"),
+        ({"zero_optimization": True}, {}, "zero_optimization must be a mapping"),
+        ({"zero_optimization": {"cpu_offload": True}}, {}, "former way to offload"),
+        ({"optimizer": {"type": "Muon"}}, {}, "optimizer.type='Muon' is none that"),
         ({}, {"precision": "64-true"}, "does not train with precision='64-true'"),
         ({}, {"precision": "16-mixed"}, "Use '16-true', whose master copies"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, {}, "there is nothing to offload to"),
@@ -332,8 +336,25 @@ def unused(module: Any) -> None:
     module.more = nn.Linear(2, 2)
 
 
+def compiled(module: Any) -> None:
+    module.head = torch.compile(module.head, backend="eager")
+
+
+def grows(module: Any) -> None:
+    module.on_train_start = lambda: module.optimizers().add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
 def keep(module: Any) -> None:
     pass
+
+
+class Writes(pl.Callback):
+    """Keeps weights small after each step, as users do by hand."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            for param in module.parameters():
+                param.clamp_(-0.15, 0.15)
 
 
 @ready
@@ -346,6 +367,9 @@ def keep(module: Any) -> None:
         (scalar, {}, "'scale' has no dimensions"),
         (unused, {}, "does not depend on 'more.weight' and 1 others"),
         (keep, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "clips by the norm only"),
+        (compiled, {"strategy": DeepSpeedZeroStrategy(zero_stage=3)}, "'head' is compiled"),
+        (grows, {}, "A group was added to the optimizer"),
+        (keep, {"callbacks": [LearningRateFinder()]}, "LearningRateFinder puts the weights back"),
         (keep, {"precision": "64-true"}, "does not train with precision='64-true'"),
         (
             keep,
@@ -357,6 +381,25 @@ def keep(module: Any) -> None:
 )
 def test_refused_on_all_ranks_before_the_first_step(change: Any, options: dict[str, Any], says: str) -> None:
     assert all(says in report for report in refused(change, **options))
+
+
+@ready
+def test_weights_that_hooks_change_are_trained_on_or_refused() -> None:
+    def run(rank: int, ranks: int, strategy: Any) -> list[float]:
+        torch.manual_seed(0)
+        recorder = Recorder()
+        recorder.on_before_zero_grad = recorder.on_before_optimizer_step = lambda *_: None
+        training = trainer(strategy, ranks, callbacks=[recorder, Writes()])
+        training.fit(OWN["frozen"].build(), shares(OWN["frozen"].data(torch.float32), rank, ranks))
+        return recorder.record.losses
+
+    one = run_ranks(1, lambda rank: run(rank, 1, "auto"))[0]
+    assert run_ranks(2, lambda rank: run(rank, 2, DeepSpeedZeroStrategy(zero_stage=2)))[0] == pytest.approx(
+        one, rel=1e-5
+    )
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, lambda rank: run(rank, 2, DeepSpeedZeroStrategy(zero_stage=3)))
+    assert all("was written to outside of the optimizer's step" in report for report in failure.value.reports)
 
 
 @ready

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import (
     BitsandbytesPrecision,
     DeepSpeedPrecision,
@@ -102,7 +102,7 @@ def audit_callbacks(callbacks: list[Any], zero_stage: int, stages: int, tensor: 
         if isinstance(callback, averaging) and zero_stage > 0:
             raise ValueError(
                 f"{type(callback).__name__} keeps its own copy of the whole parameters and cannot see that zero_stage={zero_stage} "
-                "shards them. Use zero_stage=0, or remove the callback."
+                "shards them. Use strategy='hybrid_3d' with zero_stage=0, or remove the callback."
             )
 
 
@@ -252,8 +252,25 @@ def audit_engine(engine: str, module: Any, trainer: Any, native: str) -> None:
         native: the strategy here that does it.
 
     Raises:
-        ValueError: manual optimization, an overridden backward, parameters without dimensions or elements, clipping by value.
+        ValueError: manual optimization, an overridden backward, parameters without dimensions or elements, clipping by value, callbacks that
+            put weights back in the middle of a run.
     """
+    finder = next((c for c in trainer.callbacks if isinstance(c, (LearningRateFinder, BatchSizeFinder))), None)
+    if finder is not None:
+        raise ValueError(
+            f"{type(finder).__name__} puts the weights back after its search, but {engine}'s engine has taken them over. Search with "
+            f"strategy={native!r}."
+        )
+    hooks = ("on_after_backward", "on_before_optimizer_step")
+    overridden = [(module, hook, None) for hook in hooks] + [
+        (c, hook, Callback) for c in trainer.callbacks for hook in hooks
+    ]
+    for owner, hook, parent in overridden:
+        if is_overridden(hook, owner, parent):
+            rank_zero_warn(
+                f"{type(owner).__name__}.{hook} sees no gradients: {engine} has them in flat tensors of its own, so that param.grad is None and changes "
+                f"to it are lost. self.trainer.strategy.grad_norm() is their norm; strategy={native!r} has the gradients."
+            )
     if not module.automatic_optimization:
         raise ValueError(
             f"{engine}'s engine runs one backward pass and one step after the other, and cannot follow manual optimization. Use strategy={native!r}."
@@ -272,6 +289,19 @@ def audit_engine(engine: str, module: Any, trainer: Any, native: str) -> None:
         raise ValueError(
             f"{engine}'s engine clips by the norm only. Use gradient_clip_algorithm='norm', or strategy={native!r}."
         )
+
+
+def audit_compiled(engine: str, module: Any, native: str) -> None:
+    """
+    Raises:
+        ValueError: for submodules that are compiled, whose parameters an engine that cuts them loses.
+    """
+    for name, each in module.named_modules():
+        if hasattr(each, "_orig_mod"):
+            raise ValueError(
+                f"{name!r} is compiled (torch.compile), and {engine}'s stage 3 does not find its parameters. Leave it uncompiled, or use "
+                f"strategy={native!r}."
+            )
 
 
 def audit_flat_optimizer(engine: str, optimizer: torch.optim.Optimizer, native: str) -> None:

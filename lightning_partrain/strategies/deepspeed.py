@@ -99,6 +99,8 @@ class DeepSpeedZeroStrategy(ZeroStrategy):
             return
         assert self.lightning_module is not None
         audit.audit_engine("DeepSpeed", self.lightning_module, trainer, f"zero_{self.zero_stage}")
+        if self.zero_stage == 3:
+            audit.audit_compiled("DeepSpeed", self.lightning_module, "zero_3")
         self._config = settings.merged(
             self._settings,
             settings.Owned(
@@ -186,10 +188,10 @@ class DeepSpeedZeroStrategy(ZeroStrategy):
         assert isinstance(layout, DeepSpeedModel) and self.lightning_module is not None
         wrapper = self._lightning_optimizers[0]
         optimizer = compat.unwrap_optimizer(wrapper)
-        if optimizer.param_groups and "optimizer" in self._config:
-            raise ValueError(
-                "The config of DeepSpeed has an optimizer, and configure_optimizers gave one as well. Leave one of them out."
-            )
+        if bool(optimizer.param_groups) == ("optimizer" in self._config):
+            both = "has an optimizer, and configure_optimizers gave one as well. Leave one of them out."
+            none = "has no optimizer, and configure_optimizers gave none. Give one there."
+            raise ValueError(f"The config of DeepSpeed {both if optimizer.param_groups else none}")
         audit.audit_flat_optimizer("DeepSpeed", optimizer, f"zero_{self.zero_stage}")
         now = layout.held_parameters()
         self._use_current_parameters(optimizer, now, set(now.values()))
@@ -222,7 +224,8 @@ class DeepSpeedZeroStrategy(ZeroStrategy):
     def _train(self, *args: Any, **kwargs: Any) -> Any:
         layout = self.model_parallel
         assert isinstance(layout, DeepSpeedModel)
-        return layout.call(super()._train, *args, **kwargs)
+        with layout.explained():
+            return layout.call(super()._train, *args, **kwargs)
 
     def _evaluate(self, step: str, *args: Any, **kwargs: Any) -> Any:
         layout = self.model_parallel
@@ -233,7 +236,8 @@ class DeepSpeedZeroStrategy(ZeroStrategy):
     def _compute_gradients(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         layout = self.model_parallel
         assert isinstance(layout, DeepSpeedModel)
-        layout.backward(closure_loss)
+        with layout.explained():
+            layout.backward(closure_loss)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         layout, module = self.model_parallel, self.lightning_module

@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_partrain.parallel.optimizer import ELEMENTWISE
+
 #: Sections that change what the ranks are for, or that stop and restart the run, and what to do instead.
 REFUSED = {
     "tensor_parallel": "Use strategy='hybrid_3d' with tensor_parallel_size.",
@@ -38,6 +42,15 @@ KNOWN = (
     *("steps_per_print", "wall_clock_breakdown", "dump_state", "activation_checkpointing", "flops_profiler"),
     *("comms_logger", "tensorboard", "wandb", "csv_monitor", "aio", "checkpoint", "data_types", "memory_breakdown"),
 )
+
+#: Optimizers of the config that look at each element alone: DeepSpeed's Adam, and torch's by name.
+OPTIMIZERS = (
+    "Adam",
+    "AdamW",
+    *(kind.__name__ for kind in ELEMENTWISE if kind.__name__ not in ("Adam", "AdamW", "Adagrad")),
+)
+
+OLD_OFFLOAD = {"cpu_offload", "cpu_offload_params", "cpu_offload_use_pin_memory"}
 
 #: Trainer(precision=...) -> the section of DeepSpeed that it stands for.
 PRECISIONS = {"32-true": None, "bf16-mixed": None, "bf16-true": "bf16", "16-true": "fp16"}
@@ -95,6 +108,8 @@ def read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
         near = difflib.get_close_matches(str(key), KNOWN, 1, cutoff=0.85)
         if key not in KNOWN and near:
             raise ValueError(f"config: DeepSpeed knows no {key!r}, and would pass over it. Did you mean {near[0]!r}?")
+        if key not in KNOWN:
+            rank_zero_warn(f"config: {key!r} is given to DeepSpeed as it is, which passes over what it does not know.")
     return copy.deepcopy(dict(config))
 
 
@@ -125,6 +140,12 @@ def merged(config: Mapping[str, Any], owned: Owned) -> dict[str, Any]:
     done["gradient_clipping"] = float(clip) if owned.clip is None and clip not in (None, "auto") else 0.0
     _precision(done, owned.precision)
     _zero(done, owned)
+    own = done.get("optimizer")
+    if own is not None and str(dict(own).get("type", "")).lower() not in map(str.lower, OPTIMIZERS):
+        raise ValueError(
+            f"config: optimizer.type={dict(own).get('type')!r} is none that DeepSpeed's flat tensors allow. Use one of {', '.join(OPTIMIZERS)}, or "
+            "configure_optimizers."
+        )
     done.setdefault("zero_allow_untested_optimizer", True)  # what cannot be sharded has been refused
     done.setdefault("zero_force_ds_cpu_optimizer", False)
     done.setdefault("steps_per_print", 1 << 60)
@@ -170,7 +191,14 @@ def _precision(done: dict[str, Any], precision: str) -> None:
 
 
 def _zero(done: dict[str, Any], owned: Owned) -> None:
-    zero = dict(done.get("zero_optimization") or {})
+    given = done.get("zero_optimization") or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"config: zero_optimization must be a mapping, not {given!r}.")
+    zero = {key: value for key, value in given.items() if value != "auto"}
+    for key in OLD_OFFLOAD & zero.keys():
+        raise ValueError(
+            f"config: zero_optimization.{key} is DeepSpeed's former way to offload. Use offload_optimizer=True or offload_parameters=True of the strategy."
+        )
     _same(zero.get("stage"), owned.zero_stage, "zero_optimization.stage", "zero_stage of the strategy")
     zero["stage"] = owned.zero_stage
     if zero.get("round_robin_gradients"):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -82,6 +82,7 @@ class DeepSpeedModel(ReplicatedModel):
         self.parts = internals.updated_parts(self.engine, names)
         self.optimizer = internals.base_optimizer(self.engine)
         self.scheduler, self.engine.lr_scheduler = self.engine.lr_scheduler, None  # the Trainer steps it
+        self._note_versions()
         self._optimizers.append(optimizer)
         optimizer.zero_grad = wrapper.zero_grad = self._zero_grad  # type: ignore[method-assign]
 
@@ -104,13 +105,65 @@ class DeepSpeedModel(ReplicatedModel):
             self._root.step = None
 
     def before_forward(self) -> None:
+        """
+        Raises:
+            RuntimeError: when something has changed since the last step that the engine cannot follow.
+        """
+        if self.engine is None:
+            return
+        self._follow_writes()
+        if len(self.optimizer.param_groups) != len(self.groups):
+            raise RuntimeError(
+                "A group was added to the optimizer during the run, but DeepSpeed's flat tensors hold what was trained in the beginning. Add it in "
+                "configure_optimizers, or use strategy='zero_1'."
+            )
         trained = {name for name, param in self.module.named_parameters() if param.requires_grad}
-        if self.engine is not None and trained != self.trained:
+        if trained != self.trained:
             changed = sorted(trained ^ self.trained)
             raise RuntimeError(
                 f"requires_grad of {changed[0]!r}{f' and {len(changed) - 1} others' if len(changed) > 1 else ''} has changed since the "
                 "run began, but DeepSpeed's flat tensors hold what was trained then. Freeze and unfreeze before the run, or use strategy='zero_1'."
             )
+
+    @torch.no_grad()
+    def _follow_writes(self) -> None:
+        """Hooks may have written to weights, of which the optimizer has a copy. DeepSpeed itself writes to their data only, which does not count."""
+        params = dict(self.module.named_parameters())
+        written = [name for name, param in params.items() if param._version != self._versions.get(name)]
+        if not written:
+            return
+        copies = [name for name in written if name in self.parts]
+        if self._cut or any(self.parts[name].flat.dtype != params[name].dtype for name in copies):
+            why = (
+                "with stage 3 its numbers are elsewhere then" if self._cut else "the optimizer has a float32 copy of it"
+            )
+            raise RuntimeError(
+                f"{written[0]!r} was written to outside of the optimizer's step, but {why}, so that the change would be lost. "
+                "Do it in configure_model or before the run, or use strategy='zero_1'."
+            )
+        for name in copies:
+            self.parts[name].fill(self.parts[name].flat, params[name].detach())
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._versions = {name: param._version for name, param in self.module.named_parameters()}
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """What torch says of a parameter that is not there, with what to do.
+
+        Raises:
+            RuntimeError: in place of torch's.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not self._cut or ("[0]" not in str(error) and "1-D" not in str(error)):
+                raise
+            raise RuntimeError(
+                "With zero_3_deepspeed a parameter has its numbers only while the forward pass of its module runs. One that is used elsewhere, as in a "
+                f"penalty on weights, needs deepspeed.zero.GatheredParameters, or strategy='zero_3'. torch says: {error}"
+            ) from error
 
     def begin_backward(self, last_of_window: bool) -> None:
         self._pending = True
@@ -164,6 +217,7 @@ class DeepSpeedModel(ReplicatedModel):
     def step(self) -> bool:
         """Whether the optimizer has stepped; it does not where gradients are not finite."""
         self.engine.step()
+        self._note_versions()
         internals.set_clip_norm(self.engine, float(self.config.get("gradient_clipping", 0.0)))
         self._pending = False
         return bool(self.engine.was_step_applied())
