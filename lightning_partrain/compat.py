@@ -316,6 +316,25 @@ def fsdp_follow_requires_grad(module: nn.Module) -> RemovableHandle:
     return module.register_forward_pre_hook(follow, prepend=True)
 
 
+def fsdp_before_backward(root: nn.Module, check: Callable[[], None]) -> None:
+    """Call ``check`` whenever a backward pass reaches a sharded module in ``root``, before its parameters are gathered."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+
+            def checked(grad: Tensor, gather: Callable[[Tensor], Tensor] = state._pre_backward) -> Tensor:
+                check()
+                return gather(grad)
+
+            state._pre_backward = checked  # type: ignore[method-assign]
+
+
+def fsdp_versions(params: list[Any]) -> dict[str, int]:
+    """Name -> a number that changes when a gathered parameter is written to. FSDP2 itself gathers without changing it."""
+    gathered = {param._param_fqn: getattr(param, "_unsharded_param", None) for param in params}
+    return {str(name): tensor._version for name, tensor in gathered.items() if tensor is not None}
+
+
 def fsdp_outermost(module: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Gather the parameters of ``module`` between the first of nested calls and its end.
 

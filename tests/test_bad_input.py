@@ -132,7 +132,7 @@ def test_sizes_that_do_not_multiply_to_the_number_of_processes(
 )
 def test_weight_averaging_of_shards(zero_stage: int, callback: Callable[[], Callback]) -> None:
     results = messages(strategy={"zero_stage": zero_stage}, callbacks=lambda: [callback()])
-    assert_refused(results, "WeightAveraging", f"zero_stage={zero_stage}", "Use zero_stage=0")
+    assert_refused(results, "WeightAveraging", f"zero_stage={zero_stage}", "with zero_stage=0")
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_modules_and_optimizers_that_would_not_train(module: type[Plain], words:
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_lbfgs_over_shards(zero_stage: int) -> None:
     results = messages(SecondOrder, strategy={"zero_stage": zero_stage})
-    assert_refused(results, "ValueError", "LBFGS", "Use zero_stage=0")
+    assert_refused(results, "ValueError", "LBFGS", "with zero_stage=0")
 
 
 OTHER_PACKAGE = """
@@ -489,7 +489,7 @@ def test_optimizers_that_need_whole_tensors(kind: str) -> None:
         module.configure_optimizers = lambda: getattr(torch.optim, kind)(matrices, lr=1e-3)
         loader = shares(CASES["encoder"].data(torch.float32), rank, 2)
         trainer(Hybrid3DStrategy(zero_stage=0), 2, max_steps=1).fit(module, loader)
-        with pytest.raises(ValueError, match=f"{kind} .*Use zero_stage=0"):
+        with pytest.raises(ValueError, match=f"{kind} .*with zero_stage=0"):
             trainer(Hybrid3DStrategy(zero_stage=1), 2, max_steps=1).fit(module, loader)
         return "refused"
 

@@ -169,7 +169,9 @@ def test_what_is_built_is_not_built_again(stub: Any, folder: Path) -> None:
     ops.build(ADAM, said.append)
     assert len(said) == 2 and ops.ready([ADAM]) and not ops.ready([ADAM, SHM])
     later = time.time() + 60
-    os.utime(folder / "cpu_adam" / "cpu_adam.so", (later, later))  # a link that was killed: its end is not in ninja's log
+    os.utime(
+        folder / "cpu_adam" / "cpu_adam.so", (later, later)
+    )  # a link that was killed: its end is not in ninja's log
     assert not ops.ready([ADAM])
     os.utime(folder / "cpu_adam" / "cpu_adam.so", (0, 0))  # older than the sources
     assert not ops.ready([ADAM])

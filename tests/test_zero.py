@@ -14,7 +14,7 @@ from lightning_partrain import compat, preset_list, strategies
 from lightning_partrain.registry import STRATEGIES
 from lightning_partrain.strategies import Hybrid3DStrategy, ZeroStrategy
 from tests.harness import RankFailure, run_ranks, trainer
-from tests.models import CASES
+from tests.models import CASES, EncoderClassifier
 from tests.parity import Recorder, Run, assert_same_as_one_process, fit, shares
 
 
@@ -171,3 +171,77 @@ def test_the_preset_of_a_name_has_all_its_arguments(name: str) -> None:
     defaults = {key: each.default for key, each in inspect.signature(kind).parameters.items()}
     assert preset["class_path"] == STRATEGIES[name].class_path
     assert preset["init_args"] == {**defaults, **STRATEGIES[name].arguments}
+
+
+class Encoder(EncoderClassifier):
+    """With a copy that follows slowly, and a gradient with respect to inputs, each where ``change`` says."""
+
+    change = ""
+
+    def follow(self) -> None:
+        with torch.no_grad():
+            for slow, fast in zip(self.embed.parameters(), self.head.parameters(), strict=False):
+                slow.lerp_(fast.mean(), 0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.change == "step":
+            self.follow()
+        if self.change == "penalty":
+            x = batch[0].requires_grad_()
+            return self(x).pow(2).mean() + torch.autograd.grad(self(x).sum(), x, create_graph=True)[0].pow(2).mean()
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.change == "end":
+            self.follow()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.change == "memory":
+            self.head.weight.data = self.head.weight.data.clone()
+        if self.change == "optimizer":
+            self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1)]
+
+
+def changed(change: str, stage: int, ranks: int = 2, **arguments: Any) -> list[list[float]]:
+    def run(rank: int) -> list[float]:
+        torch.manual_seed(0)
+        module, recorder = Encoder(), Recorder()
+        module.change = change
+        if change == "dtypes":
+            module.encoder.layers[0].norm1.double()
+        strategy = "auto" if ranks == 1 else ZeroStrategy(zero_stage=stage, **arguments)
+        precision: Any = "32-true" if change == "dtypes" else "64-true"
+        training = trainer(strategy, ranks, callbacks=[recorder], precision=precision)
+        training.fit(module, shares(CASES["encoder"].data(torch.float64), rank, ranks))
+        return recorder.record.losses
+
+    return run_ranks(ranks, run)
+
+
+@pytest.mark.parametrize(("change", "stage"), [("end", 3), ("step", 2), ("penalty", 2)])
+def test_what_users_write_into_weights_counts(change: str, stage: int) -> None:
+    expected = changed(change, 0, ranks=1)[0]
+    assert all(losses == pytest.approx(expected, rel=1e-10) for losses in changed(change, stage))
+
+
+@pytest.mark.parametrize(
+    ("change", "stage", "says"),
+    [
+        ("step", 3, "was written to inside training_step or on_before_zero_grad"),
+        ("penalty", 3, "torch.autograd.grad, as for a gradient penalty, needs zero_stage=2"),
+        ("memory", 1, "'head.weight' was given other memory during the run"),
+        ("optimizer", 1, "SGD was made during the run"),
+        ("optimizer", 3, "SGD was made during the run"),
+        ("dtypes", 3, "has parameters of float32 and float64, which zero_stage=3 cannot gather together"),
+    ],
+)
+def test_what_would_be_lost_is_an_error(change: str, stage: int, says: str) -> None:
+    with pytest.raises(RankFailure) as failure:
+        changed(change, stage)
+    assert says in "".join(failure.value.reports)
+
+
+def test_a_pattern_names_layers_and_not_what_is_in_them() -> None:
+    expected = changed("", 0, ranks=1)[0]
+    assert all(losses == pytest.approx(expected, rel=1e-10) for losses in changed("", 3, wrap=["encoder.layers.*"]))

@@ -107,6 +107,7 @@ class FullyShardedModel(ReplicatedModel):
         of_stage: bool = False,
         offload: bool = False,
     ) -> None:
+        self._automatic = automatic
         roots = [module] if automatic else self._children(module)
         covered = {p for root in roots for p in root.parameters()}
         self._whole = [
@@ -130,10 +131,13 @@ class FullyShardedModel(ReplicatedModel):
             enter, leave = compat.fsdp_outermost(module)
             self.around_stage = (lambda args: enter(args, {}, True)[0], lambda output: leave(output, True))
         self._used: set[Any] = set()
+        self._versions: dict[str, int] = {}
+        self._check_dtypes()
         self._device = torch.device(mesh.device_mesh.device_type)
         super().__init__(module, mesh, reduce, training, absent, fused)
         if training:
             self._watch_zero_grad()
+            compat.fsdp_before_backward(module, self._inside_a_pass)
         if training and not automatic:  # optimizers are toggled within a step
             self._handles += [compat.fsdp_follow_requires_grad(root) for root in self._roots]
 
@@ -187,9 +191,52 @@ class FullyShardedModel(ReplicatedModel):
                         [each]
                     )  # gathering ahead gains nothing where gathering blocks
 
+    def _check_dtypes(self) -> None:
+        for name, module in self.module.named_modules():
+            if isinstance(module, FSDPModule):
+                params = [p.sharded_param for group in compat.fsdp_param_groups(module) for p in group.fsdp_params]
+                dtypes = {str(param.dtype).removeprefix("torch.") for param in params if param.requires_grad}
+                if len(dtypes) > 1:
+                    raise ValueError(
+                        f"{name or 'The model outside of its blocks'} has parameters of {' and '.join(sorted(dtypes))}, which zero_stage=3 cannot gather "
+                        "together. Give them one type, or use zero_stage=2."
+                    )
+
     # -- the step ------------------------------------------------------------------------------------------------------
 
+    def _inside_a_pass(self) -> None:
+        """
+        Raises:
+            RuntimeError: for a backward pass that is not driven by the strategy, whose gradients FSDP2 would reduce at the wrong time.
+        """
+        if self.reducer is not None and self.reducer.guard and not self.reducer.running:
+            raise RuntimeError(
+                "A backward pass through sharded modules runs inside training_step without manual_backward, so that gradients would be lost. Call "
+                "self.manual_backward(loss) in place of loss.backward(); torch.autograd.grad, as for a gradient penalty, needs zero_stage=2, "
+                "where modules are whole."
+            )
+
+    def _look_for_writes(self) -> None:
+        """
+        Raises:
+            RuntimeError: for a gathered parameter that was written to: what is gathered is thrown away.
+        """
+        versions = compat.fsdp_versions(compat.fsdp_params(self.module))
+        written = [name for name, version in versions.items() if self._versions.get(name, version) != version]
+        self._versions = versions
+        if written:
+            raise RuntimeError(
+                f"{written[0]!r} was written to inside training_step or on_before_zero_grad, where zero_stage=3 has a gathered copy of it, so that the "
+                "change would be lost. Do it in on_train_batch_end, or use zero_stage=2."
+            )
+
+    def guard(self, inside_step: bool) -> None:
+        if not inside_step and not self._automatic:
+            self._look_for_writes()
+        super().guard(inside_step)
+
     def begin_backward(self, last_of_window: bool) -> None:
+        self._look_for_writes()
         super().begin_backward(last_of_window)
         assert self.reducer is not None
         for root in self._roots:

@@ -23,6 +23,11 @@ def matching(option: str, pattern: str, root: nn.Module, names: Mapping[str, nn.
     return found
 
 
+def outermost(names: list[str]) -> list[str]:
+    """Those of ``names`` that are not inside of another."""
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+
+
 def _nearest(pattern: str, names: list[str]) -> str:
     near = difflib.get_close_matches(pattern, names, 3, cutoff=0.4)
     if not near:

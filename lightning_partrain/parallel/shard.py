@@ -71,6 +71,7 @@ class ShardedOptimizerModel(ReplicatedModel):
         if training:
             self._shard_of = {p: self._row_shard(p, mesh) for p in module.parameters() if p.ndim and p not in absent}
         self._by_name = dict(module.named_parameters())
+        self._memory = {param: local_tensor(param).data_ptr() for param in self._shard_of}
         self._whole_of: dict[Tensor, Tensor] = {shard: param for param, shard in self._shard_of.items()}
         self._showing_shards = False
         self._views: dict[Bucket, tuple[Tensor, list[DTensor]]] = {}
@@ -178,7 +179,21 @@ class ShardedOptimizerModel(ReplicatedModel):
 
     def begin_backward(self, last_of_window: bool) -> None:
         self._show(shards=False)
+        self._check_memory()
         super().begin_backward(last_of_window)
+
+    def _check_memory(self) -> None:
+        """
+        Raises:
+            RuntimeError: for a parameter that has other memory than the rows that the optimizer updates.
+        """
+        for param, pointer in self._memory.items():
+            if local_tensor(param).data_ptr() != pointer:
+                name = next(name for name, each in self._by_name.items() if each is param)
+                raise RuntimeError(
+                    f"{name!r} was given other memory during the run (param.data = ...), which the optimizer would not update. Write into it: "
+                    "param.data.copy_(...)."
+                )
 
     def end_backward(self, last_of_window: bool, automatic: bool) -> None:
         super().end_backward(last_of_window, automatic)

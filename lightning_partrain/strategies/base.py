@@ -58,6 +58,7 @@ class MeshStrategy(CheckpointStrategy):
         self.metrics: MetricAgreement | None = None
         self._blocked = False
         self._step_hooks: list[RemovableHandle] = []
+        self._attached: set[torch.optim.Optimizer] = set()
         self._stage_norm: numerics.StageNorm | None = None
         self.tokens: TokenLoss | None = None
         self.seed = 0  # equal on all ranks
@@ -123,6 +124,7 @@ class MeshStrategy(CheckpointStrategy):
         self.setup_precision_plugin()
         if fitting:
             self._attach_optimizers()
+            self._attached = {compat.unwrap_optimizer(each) for each in self.optimizers}
             self._attach_precision(trainer)
             if self.metrics is not None:
                 self.metrics.watch()
@@ -345,7 +347,19 @@ class MeshStrategy(CheckpointStrategy):
     def clip_value(self, params: Iterable[Tensor], limit: float) -> None:
         numerics.clip_grad_value(map(self._stepped, params), limit)
 
+    def check_attached(self, optimizer: Any) -> None:
+        """
+        Raises:
+            RuntimeError: for an optimizer that was put in the place of one of the beginning.
+        """
+        if compat.unwrap_optimizer(optimizer) not in self._attached:
+            raise RuntimeError(
+                f"The optimizer {type(compat.unwrap_optimizer(optimizer)).__name__} was made during the run, and would not train what ranks hold in parts. Return "
+                "it from configure_optimizers; to change it, set options of its param_groups."
+            )
+
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        self.check_attached(optimizer)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if isinstance(self.precision_plugin, MeshMixedPrecision) and self.precision_plugin.skipped:
             assert self.lightning_module is not None

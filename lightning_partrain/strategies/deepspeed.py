@@ -24,7 +24,7 @@ from lightning_partrain.parallel.deepspeed.model import DeepSpeedModel
 from lightning_partrain.parallel.hollow import give_room
 from lightning_partrain.parallel.placement import Entry
 from lightning_partrain.parallel.replicate import Reduce, ReplicatedModel
-from lightning_partrain.strategies import audit, resume
+from lightning_partrain.strategies import audit_zero, resume
 from lightning_partrain.strategies.batch_size import samples_of_a_batch
 from lightning_partrain.strategies.checkpoints import Format
 from lightning_partrain.strategies.initial_values import Pretrained
@@ -98,9 +98,9 @@ class DeepSpeedZeroStrategy(ZeroStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         assert self.lightning_module is not None
-        audit.audit_engine("DeepSpeed", self.lightning_module, trainer, f"zero_{self.zero_stage}")
+        audit_zero.audit_engine("DeepSpeed", self.lightning_module, trainer, f"zero_{self.zero_stage}")
         if self.zero_stage == 3:
-            audit.audit_compiled("DeepSpeed", self.lightning_module, "zero_3")
+            audit_zero.audit_compiled("DeepSpeed", self.lightning_module, "zero_3")
         self._config = settings.merged(
             self._settings,
             settings.Owned(
@@ -192,7 +192,7 @@ class DeepSpeedZeroStrategy(ZeroStrategy):
             both = "has an optimizer, and configure_optimizers gave one as well. Leave one of them out."
             none = "has no optimizer, and configure_optimizers gave none. Give one there."
             raise ValueError(f"The config of DeepSpeed {both if optimizer.param_groups else none}")
-        audit.audit_flat_optimizer("DeepSpeed", optimizer, f"zero_{self.zero_stage}")
+        audit_zero.audit_flat_optimizer("DeepSpeed", optimizer, f"zero_{self.zero_stage}")
         now = layout.held_parameters()
         self._use_current_parameters(optimizer, now, set(now.values()))
         with self._environment():
@@ -242,6 +242,7 @@ class DeepSpeedZeroStrategy(ZeroStrategy):
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         layout, module = self.model_parallel, self.lightning_module
         assert isinstance(layout, DeepSpeedModel) and module is not None
+        self.check_attached(optimizer)
         result = closure()
         if result is None:  # training_step gave no loss
             return result
@@ -279,7 +280,7 @@ class DeepSpeedZeroStrategy(ZeroStrategy):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         if self._engine is None:
             return super().optimizer_state(optimizer)
-        held = self._engine.held_optimizer_state()
+        held = self._engine.state.held()
         if self.checkpoint_format == "sharded":
             return held
         entries = {
@@ -302,16 +303,21 @@ class DeepSpeedZeroStrategy(ZeroStrategy):
             super().load_optimizer_state_dict(checkpoint)
             return
         for saved in checkpoint["optimizer_states"]:
-            self._engine.load_optimizer_state(saved, stored_in)
+            self._engine.state.load(saved, stored_in)
         if full.KEY in checkpoint:
             self.load_extra_state(resume.extra_of(checkpoint))
 
     def extra_state(self) -> dict[str, Any]:
-        masters = {} if self._engine is None else self._engine.masters()
+        masters: dict[str, Entry] = {}
+        if self._engine is not None:
+            dtypes = {name: param.dtype for name, param in self._engine.module.named_parameters()}
+            masters = self._engine.state.masters(dtypes)
         return {**super().extra_state(), **{f"{MASTERS}.{name}": entry for name, entry in masters.items()}}
 
     def load_extra_state(self, saved: extra.Extra) -> None:
         super().load_extra_state(saved)
         if self._engine is not None:
             first = len(MASTERS) + 1
-            self._engine.load_masters({name[first:]: saved[name] for name in saved if name.startswith(f"{MASTERS}.")})
+            self._engine.state.load_masters(
+                {name[first:]: saved[name] for name in saved if name.startswith(f"{MASTERS}.")}
+            )

@@ -8,9 +8,10 @@ from typing import Literal
 from torch import nn
 
 from lightning_partrain import compat
-from lightning_partrain.parallel.names import matching
+from lightning_partrain.mesh import ParallelSizes
+from lightning_partrain.parallel.names import matching, outermost
 from lightning_partrain.parallel.replicate import Reduce, ReplicatedModel
-from lightning_partrain.strategies import audit
+from lightning_partrain.strategies import audit_zero
 from lightning_partrain.strategies.checkpoints import Format
 from lightning_partrain.strategies.hybrid import Hybrid3DStrategy
 from lightning_partrain.strategies.initial_values import Pretrained
@@ -28,7 +29,7 @@ class ZeroStrategy(Hybrid3DStrategy):
             gradients, too.
         replicate_size: how many replicas the ranks form; what ``zero_stage`` shards is sharded inside each (HSDP), such as a node.
         wrap: with ``zero_stage=3``, the modules that are gathered one at a time: ``"auto"`` (the repeated layers), or their names, in which
-            ``*`` stands for any part, such as ``["model.layers.*"]``.
+            ``*`` stands for any part, such as ``["model.layers.*"]``; of modules inside each other that one pattern names, the outer one counts.
         reduce: average gradients once per accumulation ``"window"``, or after every ``"micro_batch"`` (least memory).
         process_group_backend, timeout, checkpoint_format, async_save, load_pretrained: see :class:`Hybrid3DStrategy`.
 
@@ -84,11 +85,17 @@ class ZeroStrategy(Hybrid3DStrategy):
         )
         self.offload, self.wrap = offload, wrap
 
+    def sizes(self, world_size: int) -> ParallelSizes:
+        try:
+            return super().sizes(world_size)
+        except ValueError as error:
+            raise ValueError(str(error).replace("data_parallel_replicate_size", "replicate_size")) from None
+
     def _configure_launcher(self) -> None:
         if self.offload != "none" and self.root_device.type == "cpu":
             raise ValueError(
                 f"offload={self.offload!r} moves what a GPU has no room for to the memory of the host, where ranks on CPUs have everything "
-                "already: there is nothing to offload to. Use offload='none' (zero_3 instead of zero_3_offload), or accelerator='gpu'."
+                "already: there is nothing to offload to. Use offload='none' (the name zero_{self.zero_stage}), or accelerator='gpu'."
             )
         super()._configure_launcher()
 
@@ -100,10 +107,10 @@ class ZeroStrategy(Hybrid3DStrategy):
         if self.wrap == "auto":
             return None
         names = {name: each for name, each in module.named_modules() if name}
-        found = {name for pattern in self.wrap for name in matching("wrap", pattern, module, names)}
+        found = {name for pattern in self.wrap for name in outermost(matching("wrap", pattern, module, names))}
         chosen = [name for name in names if name in found and any(True for _ in names[name].parameters())]
         for name in chosen:
-            audit.audit_wrapped(module, name)
+            audit_zero.audit_wrapped(module, name)
         return [names[name] for name in reversed(chosen)]  # inner modules first, as fully_shard wants it
 
     def parallelize(self, module: nn.Module, training: bool) -> ReplicatedModel:
@@ -114,5 +121,5 @@ class ZeroStrategy(Hybrid3DStrategy):
     def _attach_optimizers(self) -> None:
         if self.offload == "optimizer":
             for optimizer in self.optimizers:
-                audit.audit_offload(compat.unwrap_optimizer(optimizer))
+                audit_zero.audit_offload(compat.unwrap_optimizer(optimizer))
         super()._attach_optimizers()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,7 +14,8 @@ from lightning_partrain import compat, numerics
 from lightning_partrain.mesh import ParallelMesh
 from lightning_partrain.parallel.deepspeed import internals
 from lightning_partrain.parallel.deepspeed.flat import Part
-from lightning_partrain.parallel.placement import Entry, Stored, whole_of
+from lightning_partrain.parallel.deepspeed.state import FlatState
+from lightning_partrain.parallel.placement import Entry
 from lightning_partrain.parallel.replicate import Reduce, ReplicatedModel
 
 
@@ -45,6 +46,7 @@ class DeepSpeedModel(ReplicatedModel):
         optimizer: what updates those flat ones: the user's, or the one that DeepSpeed has built after its configuration.
         scheduler: what DeepSpeed has built after its configuration, if anything.
         parts: name -> what this rank holds of a trained parameter; also after :meth:`release`.
+        state: of the optimizer, for checkpoints; also after :meth:`release`.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class DeepSpeedModel(ReplicatedModel):
         )
         self.parts = internals.updated_parts(self.engine, names)
         self.optimizer = internals.base_optimizer(self.engine)
+        self.state = FlatState(self.optimizer, self.groups, self.parts)
         self.scheduler, self.engine.lr_scheduler = self.engine.lr_scheduler, None  # the Trainer steps it
         self._note_versions()
         self._optimizers.append(optimizer)
@@ -267,92 +270,6 @@ class DeepSpeedModel(ReplicatedModel):
                 "DeepSpeed's engine has taken the weights over: load them before, as with trainer.fit(ckpt_path=...)."
             )
         super().load_state_dict(names, get, strict, plainly)
-
-    # -- what the optimizer holds ----------------------------------------------------------------------------------------
-
-    def _state_of(self, part: Part) -> dict[str, Any]:
-        return self.optimizer.state.get(part.flat, {})
-
-    @staticmethod
-    def _held(part: Part, value: Any) -> Any:
-        if isinstance(value, Tensor) and value.shape == part.flat.shape:
-            return part.entry(value)
-        return value.clone() if isinstance(value, Tensor) else value  # a count of steps each: optimizers count in place
-
-    def held_optimizer_state(self) -> dict[str, Any]:
-        """As ``optimizer.state_dict()`` of one process, with what this rank holds of each tensor. No communication."""
-        state: dict[int, dict[str, Any]] = {}
-        for index, name in enumerate(name for group in self.groups for name in group):
-            if name in self.parts:
-                part = self.parts[name]
-                values = self._state_of(part)
-                if any(value is not None for value in values.values()):
-                    state[index] = {key: self._held(part, value) for key, value in values.items()}
-        groups, first = [], 0
-        for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
-            groups.append(
-                {**{k: v for k, v in group.items() if k != "params"}, "params": list(range(first, first + len(names)))}
-            )
-            first += len(names)
-        return {"state": state, "param_groups": groups}
-
-    @torch.no_grad()
-    def load_optimizer_state(self, saved: Mapping[str, Any], get: Callable[[Mapping[Any, Any], Any], Any]) -> None:
-        """Take this rank's parts of what one process, or any layout, has saved.
-
-        Args:
-            saved: an optimizer's state dict.
-            get: a value of a mapping, not read yet where that is possible.
-
-        Raises:
-            ValueError: for other groups than those of this run, or parameters at different steps.
-        """
-        sizes = [len(group["params"]) for group in saved["param_groups"]]
-        if sizes != [len(group) for group in self.groups]:
-            raise ValueError(
-                f"The checkpoint's optimizer has groups of {sizes} parameters, the optimizer of this run has "
-                f"{[len(group) for group in self.groups]}. Load it with the model and configure_optimizers it was saved with."
-            )
-        for group, of_saved in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
-            group.update({key: value for key, value in of_saved.items() if key != "params"})
-        shared: dict[Tensor, dict[str, Any]] = {}
-        names = [name for group in self.groups for name in group]
-        known = {names[int(index)]: saved["state"][index] for index in saved["state"]}
-        missing = sorted(self.parts.keys() - known.keys())
-        if known and missing:
-            raise ValueError(
-                f"The checkpoint has no optimizer state of {missing[0]!r}, which was not trained before, but DeepSpeed keeps one number of steps "
-                "for all. Continue with strategy='zero_1', or begin with a new optimizer."
-            )
-        for name in self.parts.keys() & known.keys():
-            part, values = self.parts[name], known[name]
-            state = self.optimizer.state.setdefault(part.flat, {})
-            for key in values:
-                value = get(values, key)
-                if isinstance(value, (Tensor, Stored)) and tuple(value.shape) == part.shape:
-                    if key not in state:
-                        state[key] = torch.zeros_like(part.flat)
-                    part.fill(state[key], value)
-                    continue
-                if isinstance(value, (Tensor, Stored)):
-                    value = whole_of(value).clone()
-                first = shared.setdefault(part.flat, {}).setdefault(key, value)
-                if first is not value and bool(first != value):
-                    raise ValueError(
-                        f"The checkpoint's optimizer has {key}={float(value):g} for {name!r} and {float(first):g} for another parameter, but "
-                        "DeepSpeed keeps one for all. Continue with strategy='zero_1', or begin with a new optimizer."
-                    )
-                state[key] = first
-
-    def masters(self) -> dict[str, Entry]:
-        """Name -> the copy that the optimizer updates, where it is of another type than the module's parameter."""
-        dtypes = {name: param.dtype for name, param in self.module.named_parameters()}
-        return {name: part.entry(part.flat) for name, part in self.parts.items() if part.flat.dtype != dtypes[name]}
-
-    def load_masters(self, saved: Mapping[str, Any]) -> None:
-        for name, value in saved.items():
-            if name in self.parts:
-                self.parts[name].fill(self.parts[name].flat, value)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
