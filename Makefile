@@ -54,10 +54,12 @@ lint: $(INSTALLED)
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 
-benchmarks: $(INSTALLED)
+benchmarks: $(INSTALLED) $(OPS)
 	$(PYTHON) -m benchmarks.overhead
 	$(PYTHON) -m benchmarks.shared_batches
 	$(PYTHON) -m benchmarks.checkpoint
+	$(PYTHON) -m benchmarks.zero_memory
+	$(PYTHON) -m benchmarks.zero_speed
 
 clean:
 	rm -rf build dist runs wandb lightning_logs .mypy_cache .ruff_cache .pytest_cache

@@ -316,14 +316,18 @@ def fsdp_follow_requires_grad(module: nn.Module) -> RemovableHandle:
     return module.register_forward_pre_hook(follow, prepend=True)
 
 
-def fsdp_before_backward(root: nn.Module, check: Callable[[], None]) -> None:
-    """Call ``check`` whenever a backward pass reaches a sharded module in ``root``, before its parameters are gathered."""
+def fsdp_before_backward(root: nn.Module, passes_by: Callable[[], None]) -> None:
+    """Call ``passes_by`` when a backward pass comes to a sharded module in ``root`` that computes gradients of none of its parameters."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
 
-            def checked(grad: Tensor, gather: Callable[[Tensor], Tensor] = state._pre_backward) -> Tensor:
-                check()
+            def checked(grad: Tensor, state: Any = state, gather: Any = state._pre_backward) -> Tensor:
+                params = [param for group in fsdp_groups(state) for param in group.fsdp_params]
+                gathered = [getattr(param, "_unsharded_param", None) for param in params]
+                trained = [param for param in gathered if param is not None and param.requires_grad]
+                if trained and not any(map(is_in_backward, trained)):
+                    passes_by()
                 return gather(grad)
 
             state._pre_backward = checked  # type: ignore[method-assign]

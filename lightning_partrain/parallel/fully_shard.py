@@ -132,12 +132,12 @@ class FullyShardedModel(ReplicatedModel):
             self.around_stage = (lambda args: enter(args, {}, True)[0], lambda output: leave(output, True))
         self._used: set[Any] = set()
         self._versions: dict[str, int] = {}
-        self._check_dtypes()
+        self._check_dtypes(module)
         self._device = torch.device(mesh.device_mesh.device_type)
         super().__init__(module, mesh, reduce, training, absent, fused)
         if training:
             self._watch_zero_grad()
-            compat.fsdp_before_backward(module, self._inside_a_pass)
+            compat.fsdp_before_backward(module, self._passed_by)
         if training and not automatic:  # optimizers are toggled within a step
             self._handles += [compat.fsdp_follow_requires_grad(root) for root in self._roots]
 
@@ -191,8 +191,9 @@ class FullyShardedModel(ReplicatedModel):
                         [each]
                     )  # gathering ahead gains nothing where gathering blocks
 
-    def _check_dtypes(self) -> None:
-        for name, module in self.module.named_modules():
+    @staticmethod
+    def _check_dtypes(root: nn.Module) -> None:
+        for name, module in root.named_modules():
             if isinstance(module, FSDPModule):
                 params = [p.sharded_param for group in compat.fsdp_param_groups(module) for p in group.fsdp_params]
                 dtypes = {str(param.dtype).removeprefix("torch.") for param in params if param.requires_grad}
@@ -204,16 +205,15 @@ class FullyShardedModel(ReplicatedModel):
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
-    def _inside_a_pass(self) -> None:
+    def _passed_by(self) -> None:
         """
         Raises:
-            RuntimeError: for a backward pass that is not driven by the strategy, whose gradients FSDP2 would reduce at the wrong time.
+            RuntimeError: in training_step, for ``torch.autograd.grad``, after which FSDP2 takes the module's backward pass for done.
         """
         if self.reducer is not None and self.reducer.guard and not self.reducer.running:
             raise RuntimeError(
-                "A backward pass through sharded modules runs inside training_step without manual_backward, so that gradients would be lost. Call "
-                "self.manual_backward(loss) in place of loss.backward(); torch.autograd.grad, as for a gradient penalty, needs zero_stage=2, "
-                "where modules are whole."
+                "torch.autograd.grad runs through sharded modules inside training_step, as for a gradient penalty, after which gradients of their "
+                "parameters would be lost. Use zero_stage=2, where modules are whole."
             )
 
     def _look_for_writes(self) -> None:
@@ -343,4 +343,5 @@ class FullyShardedModel(ReplicatedModel):
             "parameters": [local_tensor(p) for p in params] + gathered,
             "gradients": [local_tensor(p.grad) for p in params if p.grad is not None] + gradients,
             "buckets": [],
+            "masters": [copy for rows in self._host_rows for copy in rows.copies()],
         }

@@ -137,6 +137,10 @@ class HostRows(LocalRows):
         super().__init__(optimizer)
         self._copies: dict[tuple[Tensor, str], Tensor] = {}
 
+    def copies(self) -> list[Tensor]:
+        """What is kept in the memory of the host besides the optimizer's state."""
+        return list(self._copies.values())
+
     def _on_host(self, param: Tensor, what: str, local: Tensor) -> Tensor:
         copy = self._copies.get((param, what))
         if copy is None:

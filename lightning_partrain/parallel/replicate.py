@@ -49,6 +49,7 @@ class ReplicatedModel:
         self.module, self.mesh, self.reduce, self.training, self.absent = module, mesh, reduce, training, absent
         self.fused = fused or {}
         self._handles: list[RemovableHandle] = []
+        self._host_rows: list[HostRows] = []
         self.host_step = False  # whether element-wise optimizers step on copies in the memory of the host
         self._optimizers: list[torch.optim.Optimizer] = []
         self.reducer = self._make_reducer() if training else None
@@ -140,7 +141,10 @@ class ReplicatedModel:
         """What lets ``optimizer`` step on plain tensors, where its rule allows it."""
         if not is_elementwise(optimizer):
             return None
-        return HostRows(optimizer) if self.host_step else LocalRows(optimizer)
+        if not self.host_step:
+            return LocalRows(optimizer)
+        self._host_rows.append(HostRows(optimizer))
+        return self._host_rows[-1]
 
     def _watch_zero_grad(self, optimizer: torch.optim.Optimizer | None = None, wrapper: Any = None) -> None:
         """Let :meth:`_forget` follow ``zero_grad`` of every module, or of an optimizer and its wrapper.
@@ -216,11 +220,12 @@ class ReplicatedModel:
     # -- accounting ----------------------------------------------------------------------------------------------------
 
     def state_tensors(self) -> dict[str, list[Tensor]]:
-        """What this rank holds, by kind, as plain local tensors: ``parameters``, ``gradients``, ``buckets``."""
+        """What this rank holds, by kind, as plain local tensors: ``parameters``, ``gradients``, ``buckets``, ``masters``."""
         parameters = [param for _, param in self._present()]
         buffers = [b for bucket in (self.reducer.buckets if self.reducer else []) if (b := bucket.buffer) is not None]
         return {
             "parameters": [local_tensor(p) for p in parameters],
             "gradients": [local_tensor(p.grad) for p in parameters if p.grad is not None],
             "buckets": buffers,
+            "masters": [copy for rows in self._host_rows for copy in rows.copies()],
         }
