@@ -19,6 +19,7 @@ from lightning_partrain.parallel.memory_sizes import STATES, Sizes, share, state
 from lightning_partrain.strategies import Hybrid3DStrategy, ZeroStrategy, memory_table
 from tests.harness import run_ranks, trainer
 from tests.models import Base
+from tests.test_zero import OnHost
 
 WIDTH = 97
 
@@ -106,6 +107,7 @@ def test_native_stages() -> None:
         {
             "stage 0": lambda: Hybrid3DStrategy(zero_stage=0),
             **{f"stage {s}": lambda s=s: ZeroStrategy(s) for s in (1, 2, 3)},  # type: ignore[misc]
+            "stage 1, stepped on the host": lambda: OnHost(zero_stage=1, offload="optimizer"),
             **{f"stage {s}, each pass": lambda s=s: ZeroStrategy(s, reduce="micro_batch") for s in (2, 3)},  # type: ignore[misc]
         }
     )

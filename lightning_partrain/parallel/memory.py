@@ -62,7 +62,7 @@ def native(stage: int, moment: Moment, reduce: Reduce, host_step: bool = False) 
         return held
     held[GRADIENTS] = [Term("trained", cut=stage > 0)]
     held[STATE] = [Term("state", cut=stage > 0)]
-    if host_step and moment == "between":  # made in the first step
+    if host_step:  # made in the first step
         held[MASTERS] = [Term("trained", cut=True), Term("trained", cut=True)]
     collects = moment == "window" and reduce == "window"
     if stage == 1 or (stage == 2 and collects):

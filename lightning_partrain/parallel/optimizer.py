@@ -150,20 +150,25 @@ class HostRows(LocalRows):
 
     @torch.no_grad()
     def _rows(self, param: DTensor) -> Tensor:
+        if param.grad is None:  # the optimizer passes it by
+            return super()._rows(param)
         host = self._on_host(param, "rows", local_tensor(param))
-        host.grad = None if param.grad is None else self._on_host(param, "gradient", local_tensor(param.grad))
+        host.grad = self._on_host(param, "gradient", local_tensor(param.grad))
         return host
 
     def enter(self) -> None:
         super().enter()
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
-        for host in self._back:  # what a checkpoint brought lies where the parameters do
+        for host in (
+            each for each in self._back if each.grad is not None
+        ):  # what a checkpoint brought lies on the device
             state = self.optimizer.state.get(host, {})
             state.update({key: value.cpu() for key, value in state.items() if isinstance(value, Tensor)})
 
     @torch.no_grad()
     def leave(self) -> None:
         for host, param in self._back.items():
-            local_tensor(param).copy_(host, non_blocking=True)
+            if host.grad is not None:
+                local_tensor(param).copy_(host, non_blocking=True)
         super().leave()
