@@ -38,8 +38,8 @@ def pairwise(choices: dict[str, list[Any]]) -> list[dict[str, Any]]:
 
 
 def small_by_default(rows: list[dict[str, Any]], ranks: Callable[[dict[str, Any]], int]) -> list[Any]:
-    """The rows as parameters; of those with eight ranks, which two cores take long for, all but the first are slow, and every other of
+    """The rows as parameters; of those with eight ranks, which two cores take long for, all but the first are slow, and two of three of
     those with four."""
     large, middle = ([row for row in rows if low <= ranks(row) < high] for low, high in ((8, 1 << 30), (3, 8)))
-    slow = [*large[1:], *middle[1::2]]
+    slow = [*large[1:], *(row for number, row in enumerate(middle) if number % 3)]
     return [pytest.param(row, marks=pytest.mark.slow if row in slow else ()) for row in rows]

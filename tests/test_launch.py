@@ -208,7 +208,7 @@ big = torch.randn(600, 600, requires_grad=True)
 """
 
 
-@pytest.mark.parametrize("threads", ["2", pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("threads", [pytest.param("2", marks=pytest.mark.slow), None])
 def test_after_computing_with_threads(threads: str | None, tmp_path: Path) -> None:
     """A fork copies no pool of threads. Ranks that need one are started by running the script again; others do without."""
     environment = {} if threads is None else {"OMP_NUM_THREADS": threads}

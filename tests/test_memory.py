@@ -92,7 +92,7 @@ REST = P - 6 * BLOCK
 HEAD = sum(p.numel() for part in (module().model.norm, module().model.head) for p in part.parameters())
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_bytes_by_stage(ranks: int) -> None:
     """AdamW in float32: 4 bytes a parameter, 4 a gradient, 8 of optimizer state; shards kept between micro-batches.
 

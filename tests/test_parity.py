@@ -24,15 +24,19 @@ CHOICES: dict[str, list[Any]] = {
 }
 
 
+#: Every model with every stage; by default each with two of them.
 MODELS_BY_STAGE = [
-    {
-        **{name: values[0] for name, values in CHOICES.items()},
-        "case": case,
-        "zero_stage": stage,
-        "ranks": 2 + 2 * (stage % 2),
-        "accumulate": 3,
-    }
-    for case in CASES
+    pytest.param(
+        {
+            **{name: values[0] for name, values in CHOICES.items()},
+            "case": case,
+            "zero_stage": stage,
+            "ranks": 2 + 2 * (stage % 2),
+            "accumulate": 3,
+        },
+        marks=pytest.mark.slow if (number + stage) % 2 else (),
+    )
+    for number, case in enumerate(CASES)
     for stage in CHOICES["zero_stage"]
 ]
 

@@ -38,7 +38,6 @@ LAYOUTS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 }
 FAST = (
     ("16-mixed", "dp2-pp2-zero3"),
-    ("16-mixed", "dp2-tp2"),
     ("bf16-mixed", "pp2"),
     ("16-true", "tp2"),
     ("bf16-true", "dp2-zero2"),

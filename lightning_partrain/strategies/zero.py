@@ -95,7 +95,7 @@ class ZeroStrategy(Hybrid3DStrategy):
         if self.offload != "none" and self.root_device.type == "cpu":
             raise ValueError(
                 f"offload={self.offload!r} moves what a GPU has no room for to the memory of the host, where ranks on CPUs have everything "
-                "already: there is nothing to offload to. Use offload='none' (the name zero_{self.zero_stage}), or accelerator='gpu'."
+                f"already: there is nothing to offload to. Use offload='none' (the name zero_{self.zero_stage}), or accelerator='gpu'."
             )
         super()._configure_launcher()
 
