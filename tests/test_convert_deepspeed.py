@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_partrain.checkpoint import deepspeed_flat, deepspeed_folder, full, torch_file
 from lightning_partrain.cli import main
 from lightning_partrain.strategies import Hybrid3DStrategy
-from tests.harness import run_ranks, trainer
+from tests.harness import RankFailure, run_ranks, trainer
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
@@ -481,3 +481,18 @@ def test_the_order_of_an_optimizer_s_parameters() -> None:
             assert deepspeed_flat.as_given(given, ranks, False, module) == given
     with pytest.raises(ValueError, match="round_robin_gradients"):
         deepspeed_flat.as_given(list("cab"), 2, None, module)
+
+
+@pytest.mark.parametrize("part", ["", "latest"])
+def test_given_as_ckpt_path_it_says_what_to_do(copy: Any, part: str) -> None:
+    """The directory, or a file in it."""
+    source = copy("1")
+
+    def run(rank: int) -> None:
+        training = trainer(Hybrid3DStrategy(), 2)
+        training.fit(Net(), DataLoader(torch.zeros(4, 2, dtype=torch.long)), ckpt_path=str(source / part))
+
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, run)
+    words = f"was written by DeepSpeed. Make a checkpoint of it first: lightning-partrain convert {source} NEW"
+    assert all(words in report for report in failure.value.reports)
