@@ -40,7 +40,6 @@ from tests.harness import run_ranks, trainer
 MOMENTS: tuple[memory.Moment, ...] = ("setup", "step", "between")
 LAYERS, WIDTH = 6, 240
 NOTED = 0.1  # percent
-NOTES = {"zero_3_deepspeed": "what the first layers use (embeddings) stays whole until the next forward pass"}
 
 
 def gpt(kind: type[GPTModule] = GPTModule) -> GPTModule:
@@ -175,7 +174,7 @@ def count(name: str, ranks: int, precision: str) -> dict[str, Any]:
     row["step: most of a rank"] = round(max(rows["step"]["live"] for rows in by_rank), 3)
     row["off %"], row["off because"] = round(worst, 2), ""
     if abs(worst) > NOTED:
-        row["off because"] = NOTES.get(name, "not known")
+        row["off because"] = "not known"
     return row
 
 

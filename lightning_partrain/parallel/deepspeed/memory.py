@@ -39,7 +39,7 @@ def formula(stage: int, moment: Moment, by_window: bool) -> Formula:
         held[GRADIENTS], held[BUCKETS] = [Term("trained")], [Term("bucket")]
     elif moment == "window" and stage == 2:
         held[GRADIENTS] = [Term("gradients", cut=True)]
-    elif moment == "between" and stage == 3:
+    if stage == 3:
         held[PARAMETERS].append(Term("small"))
     return held
 
