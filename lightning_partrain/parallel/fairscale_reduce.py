@@ -19,6 +19,8 @@ from fairscale.nn.data_parallel import ShardedDataParallel
 from fairscale.optim import OSS
 from torch import Tensor, nn
 
+from lightning_partrain.sync.reducer import NOT_AVERAGED
+
 
 class _Stepped:
     """In the place of the optimizer that OSS would build: the user's own has stepped when OSS's turn comes."""
@@ -120,10 +122,7 @@ class GradientsToOwners(ShardedDataParallel):
     def _arrive(self, index: int) -> None:
         if not self.running:
             if self.guard:
-                raise RuntimeError(
-                    "A gradient was computed inside training_step without manual_backward, so it would not be averaged over "
-                    "the data-parallel ranks. Call self.manual_backward(loss) in place of loss.backward()."
-                )
+                raise RuntimeError(NOT_AVERAGED)
             return
         param = self._trainable_params[index]
         if param.grad is None:

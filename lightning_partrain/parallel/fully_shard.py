@@ -216,12 +216,12 @@ class FullyShardedModel(ReplicatedModel):
                 "parameters would be lost. Use zero_stage=2, where modules are whole."
             )
 
-    def _look_for_writes(self) -> None:
+    def _look_for_writes(self, params: list[Any]) -> None:
         """
         Raises:
             RuntimeError: for a gathered parameter that was written to: what is gathered is thrown away.
         """
-        versions = compat.fsdp_versions(compat.fsdp_params(self.module))
+        versions = compat.fsdp_versions(params)
         written = [name for name, version in versions.items() if self._versions.get(name, version) != version]
         self._versions = versions
         if written:
@@ -232,16 +232,17 @@ class FullyShardedModel(ReplicatedModel):
 
     def guard(self, inside_step: bool) -> None:
         if not inside_step and not self._automatic:
-            self._look_for_writes()
+            self._look_for_writes(compat.fsdp_params(self.module))
         super().guard(inside_step)
 
     def begin_backward(self, last_of_window: bool) -> None:
-        self._look_for_writes()
+        params = compat.fsdp_params(self.module)
+        self._look_for_writes(params)
         super().begin_backward(last_of_window)
         assert self.reducer is not None
         for root in self._roots:
             root.set_requires_gradient_sync(self.reducer.sync)
-        self._fresh = {p for p in compat.fsdp_params(self.module) if p.sharded_param.grad is None}
+        self._fresh = {p for p in params if p.sharded_param.grad is None}
 
     def end_backward(self, last_of_window: bool, automatic: bool) -> None:
         super().end_backward(last_of_window, automatic)

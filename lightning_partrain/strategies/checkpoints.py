@@ -339,6 +339,10 @@ class CheckpointStrategy(RankStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            full.load_full_optimizer_state(compat.unwrap_optimizer(optimizer), saved, self._stepped, self.fused)
+            self.load_optimizer_state(compat.unwrap_optimizer(optimizer), saved)
         if full.KEY in checkpoint:
             self.load_extra_state(resume.extra_of(checkpoint))
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+        """What :meth:`optimizer_state` or a plain optimizer gave."""
+        full.load_full_optimizer_state(optimizer, saved, self._stepped, self.fused)

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 
 from lightning_partrain import compat
-from lightning_partrain.checkpoint import extra, full
+from lightning_partrain.checkpoint import extra
 from lightning_partrain.checkpoint.state import stored_in
 from lightning_partrain.parallel.deepspeed import config as settings
 from lightning_partrain.parallel.deepspeed import ops
@@ -24,7 +25,7 @@ from lightning_partrain.parallel.deepspeed.model import DeepSpeedModel
 from lightning_partrain.parallel.hollow import give_room
 from lightning_partrain.parallel.placement import Entry
 from lightning_partrain.parallel.replicate import Reduce, ReplicatedModel
-from lightning_partrain.strategies import audit_zero, resume
+from lightning_partrain.strategies import audit_zero
 from lightning_partrain.strategies.batch_size import samples_of_a_batch
 from lightning_partrain.strategies.checkpoints import Format
 from lightning_partrain.strategies.initial_values import Pretrained
@@ -298,14 +299,11 @@ class DeepSpeedZeroStrategy(ZeroStrategy):
         }
         return {**held, "state": state}
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
         if self._engine is None:
-            super().load_optimizer_state_dict(checkpoint)
-            return
-        for saved in checkpoint["optimizer_states"]:
+            super().load_optimizer_state(optimizer, saved)
+        else:
             self._engine.state.load(saved, stored_in)
-        if full.KEY in checkpoint:
-            self.load_extra_state(resume.extra_of(checkpoint))
 
     def extra_state(self) -> dict[str, Any]:
         masters: dict[str, Entry] = {}

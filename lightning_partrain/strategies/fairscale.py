@@ -114,14 +114,13 @@ class FairScaleZeroStrategy(MeshStrategy):
         state = collect(self._homes(optimizer), own.get("state", {}), self._gather_group)
         return {**own, "state": state} if "state" in own else own
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
         """Each rank takes what it owns."""
-        saved = []
-        for optimizer, whole in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            homes, state = self._homes(compat.unwrap_optimizer(optimizer)), whole.get("state", {})
-            here = {index: state[index] for index in state if homes.get(int(index)) == self.global_rank}
-            saved.append({**whole, "state": here} if "state" in whole else whole)
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": saved})
+        if "state" in saved:
+            homes = self._homes(optimizer)
+            here = [index for index in saved["state"] if homes.get(int(index)) == self.global_rank]
+            saved = {**saved, "state": {index: saved["state"][index] for index in here}}
+        super().load_optimizer_state(optimizer, saved)
 
     def teardown(self) -> None:
         super().teardown()

@@ -234,16 +234,12 @@ class PipelinedStrategy(MeshStrategy):
         homes = {index: self._optimizer_homes.get(name, 0) for index, name in enumerate(names)}
         return {**own, "state": state.collect(homes, own["state"], self._stage_host_group)}
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self.pipeline is None:
-            super().load_optimizer_state_dict(checkpoint)
-            return
-        saved = []
-        for optimizer, whole in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            params = [p for group in compat.unwrap_optimizer(optimizer).param_groups for p in group["params"]]
-            here = {i: whole["state"][i] for i in whole["state"] if params[int(i)] not in self.pipeline.absent}
-            saved.append({**whole, "state": here})
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": saved})
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+        if self.pipeline is not None and "state" in saved:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            here = [index for index in saved["state"] if params[int(index)] not in self.pipeline.absent]
+            saved = {**saved, "state": {index: saved["state"][index] for index in here}}
+        super().load_optimizer_state(optimizer, saved)
 
     def join(self, whole: bool) -> None:
         if self.pipeline is not None and self.pipeline.stages > 1:

@@ -28,6 +28,10 @@ from lightning_partrain.numerics import as_dtensor, local_tensor
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 #: So many reductions run at a time; this bounds the memory for what they receive.
 IN_FLIGHT = 2
+NOT_AVERAGED = (
+    "A gradient was computed inside training_step without manual_backward, so it would not be averaged over "
+    "the data-parallel ranks. Call self.manual_backward(loss) in place of loss.backward()."
+)
 
 
 @dataclass
@@ -259,10 +263,7 @@ class GradientReducer:
     def _arrive(self, bucket: Bucket, slot: Slot, param: nn.Parameter) -> None:
         if not self.running:
             if self.guard:
-                raise RuntimeError(
-                    "A gradient was computed inside training_step without manual_backward, so it would not be averaged over "
-                    "the data-parallel ranks. Call self.manual_backward(loss) in place of loss.backward()."
-                )
+                raise RuntimeError(NOT_AVERAGED)
             return
         grad = _local_gradient(param)
         if grad is None:

@@ -58,6 +58,7 @@ class DeepSpeedModel(ReplicatedModel):
         self._root: Any = None
         self.groups: list[list[str]] = []
         self.parts: dict[str, Part] = {}
+        self._params: dict[str, nn.Parameter] = {}  # as they were before the last forward pass
         self._pending = False  # whether there are gradients that no step has used
         self._window = ExitStack()
 
@@ -66,7 +67,8 @@ class DeepSpeedModel(ReplicatedModel):
     def attach_optimizer(self, optimizer: torch.optim.Optimizer, wrapper: Any) -> None:
         import deepspeed
 
-        names = {param: name for name, param in self.module.named_parameters()}
+        self._params = dict(self.module.named_parameters())
+        names = {param: name for name, param in self._params.items()}
         trained = [param for param in names if param.requires_grad]
         self.groups = [[names[param] for param in group["params"]] for group in optimizer.param_groups]
         self.groups = self.groups or [[names[param] for param in trained]]
@@ -114,13 +116,14 @@ class DeepSpeedModel(ReplicatedModel):
         """
         if self.engine is None:
             return
+        self._params = dict(self.module.named_parameters())
         self._follow_writes()
         if len(self.optimizer.param_groups) != len(self.groups):
             raise RuntimeError(
                 "A group was added to the optimizer during the run, but DeepSpeed's flat tensors hold what was trained in the beginning. Add it in "
                 "configure_optimizers, or use strategy='zero_1'."
             )
-        trained = {name for name, param in self.module.named_parameters() if param.requires_grad}
+        trained = {name for name, param in self._params.items() if param.requires_grad}
         if trained != self.trained:
             changed = sorted(trained ^ self.trained)
             raise RuntimeError(
@@ -131,7 +134,7 @@ class DeepSpeedModel(ReplicatedModel):
     @torch.no_grad()
     def _follow_writes(self) -> None:
         """Hooks may have written to weights, of which the optimizer has a copy. DeepSpeed itself writes to their data only, which does not count."""
-        params = dict(self.module.named_parameters())
+        params = self._params
         written = [name for name, param in params.items() if param._version != self._versions.get(name)]
         if not written:
             return
@@ -149,7 +152,7 @@ class DeepSpeedModel(ReplicatedModel):
         self._note_versions()
 
     def _note_versions(self) -> None:
-        self._versions = {name: param._version for name, param in self.module.named_parameters()}
+        self._versions = {name: param._version for name, param in self._params.items()}
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -182,8 +185,8 @@ class DeepSpeedModel(ReplicatedModel):
             RuntimeError: for trained parameters that the pass does not reach. DeepSpeed would wait for their gradients on some ranks only, or update
                 them as if the gradients were zero.
         """
-        named = [(name, param) for name, param in self.module.named_parameters() if name in self.trained]
-        unused = [name for name, param in named if not compat.is_in_backward(param)]
+        trained = [(name, param) for name, param in self._params.items() if name in self.trained]
+        unused = [name for name, param in trained if not compat.is_in_backward(param)]
         if unused and not self._recomputes(root):
             more = f" and {len(unused) - 1} others" if len(unused) > 1 else ""
             raise RuntimeError(
@@ -291,6 +294,7 @@ class DeepSpeedModel(ReplicatedModel):
         internals.forget_hooks(self.engine)
         self._marks.restore()
         self.engine = self._root = None
+        self._params = {}
 
     def state_tensors(self) -> dict[str, list[Tensor]]:
         if self.engine is None:
