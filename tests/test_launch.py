@@ -120,8 +120,9 @@ def end(folder: Path) -> None:
 
 def start(folder: Path, body: str, command: list[str], **environment: str) -> subprocess.Popen[str]:
     """The script with ``body``, which knows by FOLDER where it belongs, as all its descendants do."""
-    script = folder / "script.py"
-    script.write_text(SCRIPT + body)
+    script, text = folder / "script.py", SCRIPT + body
+    if not script.exists() or script.read_text() != text:  # not anew: a rank that starts meanwhile would read nothing
+        script.write_text(text)
     kept = {k: v for k, v in os.environ.items() if k not in MARKS and not k.startswith(("SLURM", "TORCHELASTIC"))}
     kept.pop("OMP_NUM_THREADS", None)
     number = len(list(folder.glob("*.err")))
