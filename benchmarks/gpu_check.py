@@ -23,11 +23,14 @@ import torch
 from benchmarks.common import RESULTS, benchmark_gpt, random_bytes
 from examples.gpt import GPTModule
 from lightning_partrain.strategies import (
+    CompressedDDPStrategy,
     DeepSpeedZeroStrategy,
     FairScaleZeroStrategy,
     Hybrid3DStrategy,
     ZeroStrategy,
+    compressed_replicas,
 )
+from lightning_partrain.sync.compressors import COMPRESSORS
 
 STEPS, WARM_UP = 24, 8
 
@@ -201,6 +204,19 @@ def main() -> None:
     for stage, offload in ((1, "optimizer"), (3, "optimizer"), (3, "all")):
         strategy = ZeroStrategy(zero_stage=stage, offload=offload)
         paths.append((f"zero_{stage} offload={offload}", strategy, {**accumulated, "waits": True}))
+    compressed_replicas.LEAST_REPLICAS = 1  # all of it also with one GPU
+    for compressor in (*COMPRESSORS, "auto"):
+        more = {**accumulated, "gradient_clip_val": None} if compressor == "onebit" else accumulated
+        first = CompressedDDPStrategy(compressor, start_step=2)
+        paths.append(
+            (f"ddp_{compressor}", first, {**more, "waits": compressor == "auto"})
+        )  # which measures now and then
+    paths.append(("ddp_int4 16-mixed", CompressedDDPStrategy("int4"), {"precision": "16-mixed"}))
+    replicas = Hybrid3DStrategy(
+        zero_stage=2, data_parallel_replicate_size=int(os.environ["WORLD_SIZE"]), replica_sync="int8"
+    )
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        paths.append(("hybrid_3d zero_stage=2 replica_sync=int8", replicas, accumulated))
     if find_spec("fairscale") is not None:
         for stage in (1, 2):
             paths.append((f"zero_{stage}_fairscale", FairScaleZeroStrategy(zero_stage=stage), accumulated))

@@ -165,7 +165,7 @@ def count(name: str, ranks: int, precision: str) -> dict[str, Any]:
         of_first = by_rank[0][moment]
         row[f"{moment}: formula"], row[moment] = round(of_first["formula"], 3), round(of_first["live"], 3)
         if moment == "step" and "parameters" in of_first:
-            row["of these (P/G/O/M/B)"] = " / ".join(f"{of_first.get(kind, 0.0):.2f}" for kind in memory.KINDS)
+            row["of these (P/G/O/M/B)"] = " / ".join(f"{of_first.get(kind, 0.0):.2f}" for kind in memory.KINDS[:5])
         elif moment == "step":
             row["of these (P/G/O/M/B)"] = ""
         for rows in by_rank:

@@ -97,6 +97,7 @@ __all__ = [
     "set_group_timeout",
     "set_local_part",
     "set_step_values",
+    "step_to_log",
     "step_values",
     "takes_device",
     "tree_flatten",
@@ -164,6 +165,13 @@ def agree_on_epoch_metrics(agreeing: Callable[[Any], bool | None]) -> None:
 
     _ResultCollection._get_cache = staticmethod(agreed_get_cache)  # type: ignore[method-assign,assignment]
     _ResultCollection._agrees = True  # type: ignore[attr-defined]
+
+
+def step_to_log(trainer: Any) -> int | None:
+    """The step that loggers count, when values are to be logged now, after an optimizer's step; otherwise ``None``."""
+    if not trainer._logger_connector.should_update_logs:
+        return None
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 class _HookThen:

@@ -19,6 +19,7 @@ class Entry:
 
 
 _HYBRID = "lightning_partrain.strategies.Hybrid3DStrategy"
+_COMPRESSED = "lightning_partrain.strategies.CompressedDDPStrategy"
 _ZERO = "lightning_partrain.strategies.ZeroStrategy"
 _DEEPSPEED = "lightning_partrain.strategies.DeepSpeedZeroStrategy"
 _FAIRSCALE = "lightning_partrain.strategies.FairScaleZeroStrategy"
@@ -32,6 +33,23 @@ STRATEGIES: dict[str, Entry] = {
         "hybrid_3d over two pipeline stages of two tensor-parallel ranks",
         {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     ),
+    **{
+        f"ddp_{name}": Entry(_COMPRESSED, f"data parallel, gradients {text}", {"compressor": name, **more})
+        for name, (text, more) in {
+            "bf16": ("sent in bfloat16", {}),
+            "fp16": ("sent in float16, with a scale that all ranks share", {}),
+            "int8": ("quantised to 8 bits", {}),
+            "int4": ("quantised to 4 bits, with error feedback", {}),
+            "powersgd": ("of matrices sent as low-rank factors", {}),
+            "topk": ("sent as their largest entries", {}),
+            "randomk": ("sent as entries that chance picks", {}),
+            "threshold": ("sent as the entries above a threshold", {}),
+            "sketch": ("sent as a count-sketch and its largest entries", {}),
+            "signsgd": ("sent as signs", {}),
+            "onebit": ("replaced by Adam's momentum, sent as signs (1-bit Adam)", {"start_step": 1000}),
+            "adasum": ("added up by Adasum's rule", {}),
+        }.items()
+    },
     "zero_1": Entry(_ZERO, "optimizer state sharded; the numbers of one process", {"zero_stage": 1}),
     "zero_2": Entry(_ZERO, "gradients sharded as well", {"zero_stage": 2}),
     "zero_3": Entry(_ZERO, "parameters sharded as well", {"zero_stage": 3}),

@@ -1,7 +1,7 @@
 """Bytes of model state that a rank holds: what a formula says for its layout, and what is in memory.
 
 Kinds: parameters; gradients; optimizer state; master copies (what an optimizer updates in the place of the parameters); buckets (where gradients
-are collected to be sent). Not counted: activations, buffers of the module, and what exists during one collective or inside the optimizer's
+are collected to be sent); error feedback (what compression has not sent). Not counted: activations, buffers of the module, and what exists during one collective or inside the optimizer's
 step only. Under autocast (``bf16-mixed``) weights stay as they are, and its casts of them are activations.
 
 Moments of a run: ``"setup"``, before the first batch; ``"window"``, between the passes of an accumulation window; ``"step"``, right before the
@@ -22,8 +22,8 @@ from lightning_partrain.parallel.memory_sizes import Sizes, sizes, stage_of, wei
 from lightning_partrain.parallel.replicate import Reduce, ReplicatedModel
 
 Moment = Literal["setup", "window", "step", "between"]
-PARAMETERS, GRADIENTS, STATE, MASTERS, BUCKETS = KINDS = (
-    *("parameters", "gradients", "optimizer state", "master copies", "buckets"),
+PARAMETERS, GRADIENTS, STATE, MASTERS, BUCKETS, FEEDBACK = KINDS = (
+    *("parameters", "gradients", "optimizer state", "master copies", "buckets", "error feedback"),
 )
 
 # -- formulas ------------------------------------------------------------------------------------------------------------
@@ -51,17 +51,20 @@ class Term:
 Formula = dict[str, list[Term]]
 
 
-def native(stage: int, moment: Moment, reduce: Reduce, host_step: bool = False) -> Formula:
+def native(stage: int, moment: Moment, reduce: Reduce, host_step: bool = False, feedback: bool = False) -> Formula:
     """Of :class:`ReplicatedModel`, :class:`ShardedOptimizerModel` and :class:`FullyShardedModel`.
 
     Args:
         host_step: whether the optimizer steps on copies of rows and gradients in the memory of the host.
+        feedback: whether compression remembers what it has not sent.
     """
     held: Formula = {PARAMETERS: [Term("parameters", cut=stage == 3)]}
     if moment == "setup":
         return held
     held[GRADIENTS] = [Term("trained", cut=stage > 0)]
     held[STATE] = [Term("state", cut=stage > 0)]
+    if feedback:
+        held[FEEDBACK] = [Term("feedback")]
     if host_step:  # made in the first step
         held[MASTERS] = [Term("trained", cut=True), Term("trained", cut=True)]
     collects = moment == "window" and reduce == "window"
@@ -124,7 +127,12 @@ def expectation(layout: ReplicatedModel, optimizers: Sequence[torch.optim.Optimi
         of_all = sizes(weights(layout, optimizers), layout.mesh.size("data_parallel"))
         return Expectation("FairScale", stage, of_all, lambda moment: by_owners(stage, moment))
     of_all = sizes(weights(layout, optimizers), layout.mesh.size("dp_shard"))
-    return Expectation("native", stage, of_all, lambda moment: native(stage, moment, layout.reduce, layout.host_step))
+    feedback = layout.exchange is not None
+    if layout.exchange is not None:
+        of_all = of_all.with_feedback(*layout.exchange.feedback_size())
+    return Expectation(
+        "native", stage, of_all, lambda moment: native(stage, moment, layout.reduce, layout.host_step, feedback)
+    )
 
 
 # -- what there is -------------------------------------------------------------------------------------------------------
@@ -145,6 +153,7 @@ def measured(layout: ReplicatedModel, optimizers: Iterable[torch.optim.Optimizer
             GRADIENTS: [*by_kind["gradients"], *(deepspeed.gradients(engine) if engine is not None else [])],
             STATE: [*by_kind.get("optimizer", []), *state],
             BUCKETS: by_kind["buckets"],
+            FEEDBACK: by_kind.get("compression", []),
         }
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -139,8 +139,8 @@ class Sizes:
     """Bytes of this rank's part of the model, by what they are for, whole and this rank's own.
 
     Attributes:
-        whole, own: ``"parameters"``, ``"trained"`` (their gradients), ``"state"`` of optimizers (``None`` if unknown), ``"root"``, and more
-            for some engines.
+        whole, own: ``"parameters"``, ``"trained"`` (their gradients), ``"state"`` of optimizers (``None`` if unknown), ``"root"``,
+            ``"feedback"``, and more for some engines.
         elements: the letters of formulas -> elements: ``P`` of parameters, ``T`` of those that are trained, and more.
         ranks: over how many all is sharded.
     """
@@ -150,8 +150,13 @@ class Sizes:
     elements: dict[str, int]
     ranks: int
     letters: dict[str, str] = field(
-        default_factory=lambda: {"parameters": "P", "trained": "T", "state": "T", "root": "R"}
+        default_factory=lambda: {"parameters": "P", "trained": "T", "state": "T", "root": "R", "feedback": "F"}
     )
+
+    def with_feedback(self, numel: int, size: int) -> Sizes:
+        """And so many numbers, of ``size`` bytes, that compression has not sent."""
+        whole, elements = {**self.whole, "feedback": size}, {**self.elements, "F": numel}
+        return replace(self, whole=whole, elements=elements)
 
 
 def sizes(each: Sequence[Weight], ranks: int) -> Sizes:
@@ -172,6 +177,7 @@ def sizes(each: Sequence[Weight], ranks: int) -> Sizes:
             "trained": total(of, lambda w: w.trained),
             "state": state(updated),
             "root": total(of, lambda w: w.root),
+            "feedback": 0,
         }
 
     whole, own = parts(lambda w: w.numel, lambda w: w.numel), parts(lambda w: w.padded, lambda w: w.own)
@@ -179,5 +185,6 @@ def sizes(each: Sequence[Weight], ranks: int) -> Sizes:
         "P": sum(w.numel for w in each),
         "T": sum(w.numel for w in each if w.trained),
         "R": sum(w.numel for w in each if w.root),
+        "F": 0,
     }
     return Sizes(whole, own, elements, ranks)

@@ -20,6 +20,7 @@ from lightning_partrain.numerics import local_tensor
 from lightning_partrain.parallel.load import load_state
 from lightning_partrain.parallel.optimizer import HostRows, LocalRows, around_step, is_elementwise, shard_state
 from lightning_partrain.parallel.placement import Entry, Fused, whole
+from lightning_partrain.sync.exchange import CompressedExchange
 from lightning_partrain.sync.reducer import GradientReducer
 
 Reduce = Literal["window", "micro_batch"]
@@ -35,6 +36,7 @@ class ReplicatedModel:
         training: whether gradients will be computed; without, nothing is installed.
         absent: parameters that live on other pipeline stages.
         fused: name -> the order in which tensor-parallel ranks hold a parameter, where it is not the model's.
+        exchange: what averages gradients over replicas, where that is not a plain all-reduce.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class ReplicatedModel:
         training: bool = True,
         absent: Collection[Tensor] = frozenset(),
         fused: Mapping[str, Fused] | None = None,
+        exchange: CompressedExchange | None = None,
     ) -> None:
         self.module, self.mesh, self.reduce, self.training, self.absent = module, mesh, reduce, training, absent
+        self.exchange = exchange
         self.fused = fused or {}
         self._handles: list[RemovableHandle] = []
         self._host_rows: list[HostRows] = []
@@ -55,6 +59,8 @@ class ReplicatedModel:
         self.reducer = self._make_reducer() if training else None
 
     def _make_reducer(self) -> GradientReducer:
+        if self.exchange is not None:
+            return GradientReducer(self._present(), self.mesh.group("dp_shard"), exchange=self.exchange)
         return GradientReducer(self._present(), self.mesh.data_parallel_group)
 
     def _present(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -206,6 +212,8 @@ class ReplicatedModel:
         if self.reducer is not None:
             self.reducer.remove_hooks()
             self.reducer.buckets.clear()
+        if self.exchange is not None:
+            self.exchange.close()
 
     # -- gradients, between the last pass of a window and the step -----------------------------------------------------
 
@@ -220,7 +228,8 @@ class ReplicatedModel:
     # -- accounting ----------------------------------------------------------------------------------------------------
 
     def state_tensors(self) -> dict[str, list[Tensor]]:
-        """What this rank holds, by kind, as plain local tensors: ``parameters``, ``gradients``, ``buckets``, ``masters``."""
+        """What this rank holds, by kind, as plain local tensors: ``parameters``, ``gradients``, ``buckets``, ``masters``,
+        ``compression``."""
         parameters = [param for _, param in self._present()]
         buffers = [b for bucket in (self.reducer.buckets if self.reducer else []) if (b := bucket.buffer) is not None]
         return {
@@ -228,4 +237,5 @@ class ReplicatedModel:
             "gradients": [local_tensor(p.grad) for p in parameters if p.grad is not None],
             "buckets": buffers,
             "masters": [copy for rows in self._host_rows for copy in rows.copies()],
+            "compression": [] if self.exchange is None else self.exchange.state_tensors(),
         }

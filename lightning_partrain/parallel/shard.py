@@ -27,6 +27,7 @@ from lightning_partrain.numerics import as_dtensor, local_tensor
 from lightning_partrain.parallel.optimizer import around_step, shard_state, swap_parameters
 from lightning_partrain.parallel.placement import Fused, tensor_axis
 from lightning_partrain.parallel.replicate import Reduce, ReplicatedModel
+from lightning_partrain.sync.exchange import CompressedExchange
 from lightning_partrain.sync.reducer import Bucket, GradientReducer
 
 
@@ -56,6 +57,7 @@ class ShardedOptimizerModel(ReplicatedModel):
         training: bool = True,
         absent: Collection[Tensor] = frozenset(),
         fused: Mapping[str, Fused] | None = None,
+        exchange: CompressedExchange | None = None,
         *,
         keep_buffers: bool,
     ) -> None:
@@ -76,12 +78,13 @@ class ShardedOptimizerModel(ReplicatedModel):
         self._showing_shards = False
         self._views: dict[Bucket, tuple[Tensor, list[DTensor]]] = {}
         self._plans: dict[Bucket, _GatherPlan] = {}
-        super().__init__(module, mesh, reduce, training, absent, fused)
+        super().__init__(module, mesh, reduce, training, absent, fused, exchange)
         if training:
             self._watch_zero_grad()
 
     def _make_reducer(self) -> GradientReducer:
-        replicas = self.mesh.group("dp_replicate") if self.mesh.size("dp_replicate") > 1 else None
+        replicated = self.mesh.size("dp_replicate") > 1 and self.exchange is None
+        replicas = self.mesh.group("dp_replicate") if replicated else None
         return GradientReducer(
             self._present(),
             self.mesh.group("dp_shard"),
@@ -90,6 +93,7 @@ class ShardedOptimizerModel(ReplicatedModel):
             keep_buffers=self._keep_buffers,
             target=self._target,
             deliver=self._deliver,
+            exchange=self.exchange,
         )
 
     def _row_shard(self, param: nn.Parameter, mesh: ParallelMesh) -> nn.Parameter:

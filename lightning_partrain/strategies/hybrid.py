@@ -12,6 +12,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_partrain.checkpoint.extra import Extra
 from lightning_partrain.mesh import ParallelSizes, Size
 from lightning_partrain.parallel.fully_shard import FullyShardedModel
 from lightning_partrain.parallel.hollow import give_room
@@ -21,10 +22,13 @@ from lightning_partrain.parallel.shard import ShardedOptimizerModel
 from lightning_partrain.strategies import audit
 from lightning_partrain.strategies.auto_sizes import choose_sizes, device_memory, parse_memory
 from lightning_partrain.strategies.checkpoints import Format
+from lightning_partrain.strategies.compressed_replicas import CompressedReplicas
 from lightning_partrain.strategies.initial_values import Pretrained
 from lightning_partrain.strategies.loaders import same_length
 from lightning_partrain.strategies.shared_batches import KINDS, SharedLoader
 from lightning_partrain.strategies.tensor_parallel import TensorParallelStrategy
+from lightning_partrain.sync.compression import Compression
+from lightning_partrain.sync.compressors.base import Compressor
 from lightning_partrain.sync.values import Values
 
 
@@ -54,6 +58,9 @@ class Hybrid3DStrategy(TensorParallelStrategy):
             ``{"blocks": "model.layers", "at": [3, 7]}`` names the list and the blocks with which stages begin.
         share_batches: let one of the tensor- and pipeline-parallel ranks of a data-parallel rank load and decode, and send the others
             its batches (through the host, without pickle). For data that is expensive to load, or that differs from load to load.
+        replica_sync: compress gradients where they are averaged over the replicas of ``data_parallel_replicate_size``: the name of a compressor,
+            one with options, or a :class:`~lightning_partrain.sync.compression.Compression`; see :class:`CompressedDDPStrategy`. Inside of a
+            replica nothing is compressed. ``None``: exact.
         memory_limit: bytes of memory that a rank may use, or a text such as ``"24GiB"``; by default what its device has. Sizes
             that are ``"auto"`` are chosen so that the model fits; see :mod:`lightning_partrain.strategies.auto_sizes`.
         process_group_backend, timeout: see :class:`MeshStrategy`.
@@ -82,6 +89,7 @@ class Hybrid3DStrategy(TensorParallelStrategy):
         schedule: Schedule = "1f1b",
         pipeline_split: Literal["auto"] | dict[str, Any] = "auto",
         share_batches: bool = False,
+        replica_sync: str | Compressor | Compression | None = None,
         memory_limit: int | str | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float = 1800.0,
@@ -116,6 +124,8 @@ class Hybrid3DStrategy(TensorParallelStrategy):
         self.tensor_parallel_size = tensor_parallel_size
         self.pipeline_parallel_size = pipeline_parallel_size
         self.share_batches = share_batches
+        self.replica_sync = replica_sync
+        self.compressed = CompressedReplicas(self, Compression.of(replica_sync))
         self.memory_limit = memory_limit
         self._memory = None if memory_limit is None else parse_memory(memory_limit)
         self._gathers = True  # whether prediction may gather parameters, which all ranks have to do together
@@ -201,6 +211,7 @@ class Hybrid3DStrategy(TensorParallelStrategy):
 
     def audit(self, trainer: Any) -> None:
         super().audit(trainer)
+        self.compressed.audit(trainer)
         self._gathers = True
         assert self.mesh is not None
         if self.share_batches and self.mesh.sizes.tp * self.mesh.sizes.pp == 1:
@@ -226,10 +237,11 @@ class Hybrid3DStrategy(TensorParallelStrategy):
         assert self.mesh is not None and self.lightning_module is not None
         absent = self.pipeline.absent if self.pipeline is not None else frozenset[Tensor]()
         fused = self._fused_names
+        exchange = self.compressed.make_exchange(module) if training else None
         if self.zero_stage < 3 or not (training or self._gathers):
             give_room(param for param in module.parameters() if param not in absent)
         if self.zero_stage == 0 or not (training or self._gathers):
-            return ReplicatedModel(module, self.mesh, self.reduce_when, training, absent, fused)
+            return ReplicatedModel(module, self.mesh, self.reduce_when, training, absent, fused, exchange)
         if self.zero_stage == 3:
             automatic = self.lightning_module.automatic_optimization
             return FullyShardedModel(
@@ -245,5 +257,21 @@ class Hybrid3DStrategy(TensorParallelStrategy):
                 offload=self.offloads_parameters,
             )
         return ShardedOptimizerModel(
-            module, self.mesh, self.reduce_when, training, absent, fused, keep_buffers=self.zero_stage == 1
+            module, self.mesh, self.reduce_when, training, absent, fused, exchange, keep_buffers=self.zero_stage == 1
         )
+
+    def _attach_optimizers(self) -> None:
+        super()._attach_optimizers()
+        self.compressed.attach_optimizers()
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.compressed.after_step()
+        return output
+
+    def extra_state(self) -> dict[str, Any]:
+        return {**super().extra_state(), **self.compressed.extra_state()}
+
+    def load_extra_state(self, saved: Extra) -> None:
+        super().load_extra_state(saved)
+        self.compressed.load_extra_state(saved)

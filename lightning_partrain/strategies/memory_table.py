@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_partrain import compat
 from lightning_partrain.parallel import memory
-from lightning_partrain.parallel.memory import BUCKETS, GRADIENTS, KINDS, MASTERS, STATE, Expectation
+from lightning_partrain.parallel.memory import BUCKETS, FEEDBACK, GRADIENTS, KINDS, MASTERS, STATE, Expectation
 from lightning_partrain.parallel.replicate import ReplicatedModel
 
 #: The two moments between which nothing is missing: gradients are there at the first, what the step leaves at the second.
@@ -61,7 +61,7 @@ def lines(there: Expectation, now: dict[str, int], who: str, host: set[str] | fr
     known = most(there)
     for kind, (text, amount) in known.items():
         if amount == 0 and not now[kind]:
-            if kind == BUCKETS:
+            if kind in (BUCKETS, FEEDBACK):
                 continue
             text = "none"
         where = " (host)" if kind in host and text != "none" else ""
@@ -77,7 +77,10 @@ def lines(there: Expectation, now: dict[str, int], who: str, host: set[str] | fr
 
 
 def _title(there: Expectation, who: str) -> str:
-    counts, letters = there.sizes.elements, {"T": "trained", "S": "in small tensors", "B": "in a bucket"}
+    counts, letters = (
+        there.sizes.elements,
+        {"T": "trained", "S": "in small tensors", "B": "in a bucket", "F": "not sent yet"},
+    )
     used = {
         there.sizes.letters[term.what] for moment in FULL for terms in there.formula(moment).values() for term in terms
     }

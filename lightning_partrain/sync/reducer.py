@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_partrain import compat
 from lightning_partrain.numerics import as_dtensor, local_tensor
+from lightning_partrain.sync.compressors.base import Part
+from lightning_partrain.sync.lane import Job
 
 #: The first bucket is small, so that communication starts early; the others are as large as those of torch's DDP.
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
@@ -63,23 +66,31 @@ class Bucket:
         params: names and parameters, in the order in which their gradients are expected.
         shards: into how many rows the parameters are cut.
         cut: whether each rank receives its row only; a whole bucket's slots become the parameters' gradients.
+        compressed: whether an :class:`Exchange` may compress it.
+
+    Attributes:
+        parts: what the parameters are in a row.
     """
 
-    def __init__(self, params: list[tuple[str, nn.Parameter]], shards: int, cut: bool) -> None:
-        self.shards, self.cut, self.slots = shards, cut, []
+    def __init__(
+        self, params: list[tuple[str, nn.Parameter]], shards: int, cut: bool, compressed: bool = False
+    ) -> None:
+        self.shards, self.cut, self.compressed, self.slots = shards, cut, compressed, []
+        self.parts: list[Part] = []
         offset = 0
         for name, param in params:
             local = local_tensor(param)
             rows = local.shape[0] if param.ndim else 1
             columns = -(-rows // shards) * (local.numel() // rows if rows else 0)
             self.slots.append(Slot(name, param, offset, columns))
+            self.parts.append(Part(name, shape_in_row(param, shards), offset))
             offset += columns
         self.flags_at = offset
         self.width = offset + len(params)
         self.dtype, self.device = params[0][1].dtype, params[0][1].device
         self.buffer: Tensor | None = None
         self.received: Tensor | None = None
-        self.work: dist.Work | None = None
+        self.work: Job | None = None
         self.launched = self.scale_on_copy = False
         self.waiting = 0
 
@@ -144,6 +155,33 @@ class Bucket:
         return buffer
 
 
+def shape_in_row(param: Tensor, shards: int) -> torch.Size:
+    """Of ``param``, as one of so many shards has it in its row of a bucket; the last ones with padding."""
+    local = local_tensor(param)
+    return torch.Size((-(-local.shape[0] // shards), *local.shape[1:])) if local.ndim else local.shape
+
+
+class Exchange(Protocol):
+    """What averages a reducer's buckets in its place, over the replicas too."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        """As large are the buckets."""
+        ...
+
+    def takes(self, name: str, shape: torch.Size) -> bool:
+        """Whether a parameter, with this shape in a row, may be compressed."""
+        ...
+
+    def rebuilt(self, buckets: list[Bucket]) -> None: ...
+
+    def begin(self) -> None: ...
+
+    def launch(self, bucket: Bucket) -> Job: ...
+
+    def wait(self, finish: Callable[[], None]) -> None: ...
+
+
 def _local_gradient(param: Tensor) -> Tensor | None:
     """This rank's part of the gradient; a tensor-parallel one may be a sum that is pending, or placed otherwise."""
     grad = param.grad
@@ -166,6 +204,7 @@ class GradientReducer:
         target: for cut buckets, where this rank's means may be written, or ``None``.
         deliver: for cut buckets, called with the bucket, the means of this rank's row of it, and for each slot whether
             any rank had a gradient.
+        exchange: averages buckets in the place of this object, over ``group`` and over replicas, by whose number it divides.
     """
 
     def __init__(
@@ -178,11 +217,12 @@ class GradientReducer:
         keep_buffers: bool = True,
         target: Callable[[Bucket], Tensor | None] = lambda _: None,
         deliver: Callable[[Bucket, Tensor, list[bool]], None] = lambda *_: None,
+        exchange: Exchange | None = None,
     ) -> None:
         self.named_parameters = list(named_parameters)
         self.group, self.replicate_group = group, replicate_group
         self.cut, self.keep_buffers, self._deliver = cut, keep_buffers, deliver
-        self._target = target
+        self._target, self.exchange = target, exchange
         self.ranks = dist.get_world_size(group)
         self.scale = 1.0 / (self.ranks * (dist.get_world_size(replicate_group) if replicate_group is not None else 1))
         self.all_to_all = dist.get_backend(group) == "gloo"  # its reduce-scatter sends as much as an all-reduce
@@ -190,35 +230,43 @@ class GradientReducer:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._flying: deque[Bucket] = deque()
         self.buckets: list[Bucket] = []
-        self._build()
+        self.build()
 
     # -- buckets -------------------------------------------------------------------------------------------------------
 
-    def _build(self) -> None:
+    def build(self) -> None:
+        """Between passes: buckets for what has to be averaged by now."""
         self.remove_hooks()
         self.buckets = []
         self._slot_of: dict[Tensor, Slot] = {}
-        open_buckets: dict[tuple[torch.dtype, torch.device, bool], tuple[list[tuple[str, nn.Parameter]], int]] = {}
+        open_buckets: dict[
+            tuple[torch.dtype, torch.device, bool, bool], tuple[list[tuple[str, nn.Parameter]], int]
+        ] = {}
+        most = BUCKET_BYTES if self.exchange is None else self.exchange.bucket_bytes
         for name, param in reversed(self.named_parameters):
             if not param.requires_grad:
                 continue
-            key = (param.dtype, param.device, self.cut and param.ndim > 0)
+            cut = self.cut and param.ndim > 0
+            shape = shape_in_row(param, self.ranks if cut else 1)
+            key = (param.dtype, param.device, cut, self.exchange is not None and self.exchange.takes(name, shape))
             params, size = open_buckets.get(key, ([], 0))
-            limit = BUCKET_BYTES if self.buckets else FIRST_BUCKET_BYTES
+            limit = most if self.buckets else min(most, FIRST_BUCKET_BYTES)
             if params and size + local_tensor(param).nbytes > limit:
-                self.buckets.append(self._bucket(params, key[2]))
+                self.buckets.append(self._bucket(params, *key[2:]))
                 params, size = [], 0
             params.append((name, param))
             open_buckets[key] = (params, size + local_tensor(param).nbytes)
-        self.buckets += [self._bucket(params, key[2]) for key, (params, _) in open_buckets.items()]
+        self.buckets += [self._bucket(params, *key[2:]) for key, (params, _) in open_buckets.items()]
+        if self.exchange is not None:
+            self.exchange.rebuilt(self.buckets)
         for bucket in self.buckets:
             for slot in bucket.slots:
                 self._slot_of[slot.param] = slot
                 hook = partial(self._arrive, bucket, slot)
                 self._handles.append(slot.param.register_post_accumulate_grad_hook(hook))
 
-    def _bucket(self, params: list[tuple[str, nn.Parameter]], cut: bool) -> Bucket:
-        return Bucket(params, self.ranks if cut else 1, cut)
+    def _bucket(self, params: list[tuple[str, nn.Parameter]], cut: bool, compressed: bool) -> Bucket:
+        return Bucket(params, self.ranks if cut else 1, cut, compressed)
 
     def remove_hooks(self) -> None:
         for handle in self._handles:
@@ -236,8 +284,10 @@ class GradientReducer:
     def begin(self, sync: bool) -> None:
         """Before a backward pass; with ``sync`` its gradients, and those kept since the last one, are averaged."""
         if any(param.requires_grad and param not in self._slot_of for _, param in self.named_parameters):
-            self._build()  # a parameter was unfrozen
+            self.build()  # a parameter was unfrozen
         self.running, self.sync = True, sync
+        if sync and self.exchange is not None:
+            self.exchange.begin()
         self._next = 0
         self._flying.clear()
         self._active = [bucket for bucket in self.buckets if bucket.trainable]
@@ -301,14 +351,18 @@ class GradientReducer:
 
     @torch.no_grad()
     def _launch(self, bucket: Bucket) -> None:
-        if len(self._flying) == IN_FLIGHT:
+        if len(self._flying) == IN_FLIGHT and (bucket.cut or self.exchange is None):
             self._complete(self._flying.popleft())
         self._flying.append(bucket)
         buffer = bucket.seal()
         bucket.launched = True
-        if not bucket.cut:
-            if not bucket.scale_on_copy:
-                buffer.mul_(self.scale)
+        if not bucket.cut and not bucket.scale_on_copy and self.scale != 1.0:
+            buffer.mul_(self.scale)
+        if self.exchange is not None:
+            target = self._target(bucket) if bucket.cut else None
+            bucket.received = buffer.new_empty(bucket.width) if bucket.cut and target is None else target
+            bucket.work = self.exchange.launch(bucket)
+        elif not bucket.cut:
             bucket.work = dist.all_reduce(buffer, group=self.group, async_op=True)
         elif self.all_to_all:
             bucket.received = torch.empty_like(buffer)
@@ -327,6 +381,12 @@ class GradientReducer:
             return
         for bucket in self._active[self._next :]:
             self._launch(bucket)
+        if self.exchange is not None:
+            self.exchange.wait(self._complete_all)
+        else:
+            self._complete_all()
+
+    def _complete_all(self) -> None:
         while self._flying:
             self._complete(self._flying.popleft())
 
@@ -337,7 +397,7 @@ class GradientReducer:
         if bucket.cut:
             mean, bucket.received = bucket.received, None
             assert mean is not None
-            if self.all_to_all:
+            if self.all_to_all and self.exchange is None:
                 mean = torch.sum(mean, 0, out=self._target(bucket))
         else:
             assert bucket.buffer is not None

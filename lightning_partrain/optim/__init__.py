@@ -1,0 +1,1 @@
+"""Steps of optimizers that go with a way of exchanging gradients."""
