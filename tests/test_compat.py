@@ -266,3 +266,9 @@ def test_which_parameters_a_backward_pass_reaches() -> None:
     loss.register_hook(lambda _: seen.extend(compat.is_in_backward(each.weight) for each in (used, unused)))
     loss.backward()
     assert seen == [True, False]
+
+
+def test_the_step_that_loggers_count() -> None:
+    trainer = pl.Trainer(logger=False, barebones=True)
+    assert isinstance(inspect.getattr_static(type(trainer._logger_connector), "should_update_logs"), property)
+    assert trainer.fit_loop.epoch_loop._batches_that_stepped == 0

@@ -239,7 +239,7 @@ class Ledger(pl.Callback):
 
 @pytest.mark.parametrize(
     "name",
-    [n for n in FAST] + [pytest.param(n, marks=pytest.mark.slow) for n in ("int4", "randomk", "threshold", "sketch")],
+    [*FAST] + [pytest.param(n, marks=pytest.mark.slow) for n in ("int4", "randomk", "threshold", "sketch")],
 )
 def test_what_is_owed_is_paid(name: str) -> None:
     def run(rank: int) -> tuple[float, int, int, dict[str, Tensor]]:

@@ -155,6 +155,13 @@ def test_fp16_neither_overflows_nor_vanishes(ranks: int) -> None:
         torch.testing.assert_close(got, gradient, rtol=2e-3, atol=0)
 
 
+def test_fp16_ends_of_its_range() -> None:
+    """The largest magnitude is of a negative number, or next to the smallest of float32, whose scale would have no reciprocal."""
+    for gradient in (torch.tensor([-1e6, 1.0]), torch.tensor([1e-38, -1e-38]), torch.tensor([0.0, -3e38])):
+        got = Ranks(Cast("fp16"), [(2,)], 3, NoFeedback()).reduce([gradient] * 3)
+        torch.testing.assert_close(got, gradient, rtol=2e-3, atol=0)
+
+
 def test_fp16_scale_is_shared() -> None:
     """A rank with small gradients uses the scale of the one with large ones."""
     gradients = [torch.tensor([1e6, 1.0]), torch.tensor([1e-3, 2.0])]
@@ -182,7 +189,7 @@ def test_powersgd_warm_start_finds_the_best_of_its_rank() -> None:
         u, s, v = torch.linalg.svd(matrix.view(shape), full_matrices=False)
         best.append((u[:, :3] * s[:3] @ v[:3]).reshape(-1))
     errors = []
-    for _ in range(150):
+    for _ in range(300):
         errors.append(error(group.reduce(gradients), torch.cat(best)))
     assert errors[0] > 0.1 and errors[-1] < 1e-3
 
@@ -269,7 +276,7 @@ def test_randomk_sends_other_places_every_step() -> None:
 def test_randomk_is_unbiased_without_feedback() -> None:
     """Also where stretches are of unequal length: 3 of 10."""
     group, gradients = Ranks(RandomK(0.3), [(10,)], 2, NoFeedback()), draw([(10,)], 2)
-    average = mean([group.reduce(gradients) for _ in range(1500)])
+    average = mean([group.reduce(gradients) for _ in range(2500)])
     assert float(((average - mean(gradients)).abs() / mean(gradients).abs()).max()) < 0.12
 
 

@@ -438,11 +438,13 @@ def test_a_block_of_zeros_stays_zero() -> None:
         assert not mean[2].any() and mean[[0, 1, 3]].all()
 
 
-def test_a_parameter_that_adam_never_trained() -> None:
+@pytest.mark.parametrize("state", [{}, {"step": torch.tensor(0.0)}], ids=["none", "of no steps"])
+def test_a_parameter_that_adam_never_trained(state: dict[str, Tensor]) -> None:
     params, optimizer = _trained()
     optimizer.add_param_group({"params": [torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)]})
     late = optimizer.param_groups[1]["params"][0]
     late.grad = torch.ones_like(late)
+    optimizer.state[late] = dict(state)
     _give(params, _gradients(1)[0])
     before = _flat(params)
     with pytest.raises(ValueError, match=r"shape \(2, 3\) in group 1 has none.* larger start_step"):

@@ -65,10 +65,8 @@ def _step(group: dict[str, Any], params: list[Tensor], states: list[dict[str, An
     for state in states:
         state.setdefault(FROZEN, float(state["step"]))
         state["step"] += 1
-    weights, grads = (
-        [local_tensor(param) for param in params],
-        [local_tensor(param.grad) for param in params if param.grad is not None],
-    )
+    weights = [local_tensor(param) for param in params]
+    grads = [local_tensor(param.grad) for param in params if param.grad is not None]
     momenta, variances = ([local_tensor(state[kind]) for state in states] for kind in ("exp_avg", "exp_avg_sq"))
     torch._foreach_copy_(momenta, grads)
     torch._foreach_mul_(momenta, torch._foreach_sign(variances))

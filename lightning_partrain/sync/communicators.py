@@ -40,7 +40,7 @@ def unpack(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     parts, at = [], 0
     for each in like:
         size = each[0].numel() * each.element_size()
-        rows = message[:, at : at + size].contiguous().view(each.dtype)
+        rows = message[:, at : at + size].clone(memory_format=torch.contiguous_format).view(each.dtype)
         parts.append(rows.view(message.shape[0], *each.shape[1:]))
         at += size
     return parts
@@ -64,15 +64,19 @@ def two_shot(vector: Tensor, codec: Codec, task: Task, draw: torch.Generator | N
     """
     ranks, numel = task.ranks, vector.numel()
     width = chunk_size(numel, ranks, codec.block)
-    rows = torch.nn.functional.pad(vector, (0, ranks * width - numel)).view(ranks, width)
+    missing = ranks * width - numel
+    rows = (torch.cat([vector, vector.new_zeros(missing)]) if missing else vector).view(ranks, width)
     code = codec.encode(rows, draw)
     sent = codec.decode(code, width).view(-1)[:numel] if task.feedback else None
     received = yield AllToAll(pack(code))
-    mean = codec.decode(unpack(received, code), width).mean(0)
+    mean, *others = codec.decode(unpack(received, code), width)
+    for other in others:
+        mean.add_(other)
+    mean.div_(ranks)
     if task.server is not None and task.feedback:
-        mean = mean + task.server
+        mean.add_(task.server)
     told = codec.encode(mean[None], draw)
-    server = mean - codec.decode(told, width)[0] if task.feedback else None
+    server = mean.sub_(codec.decode(told, width)[0]) if task.feedback else None
     if server is not None:  # nobody is owed what fills the last chunk up
         server[max(numel - task.rank * width, 0) :] = 0.0
     gathered = yield AllGather(pack(told)[0])

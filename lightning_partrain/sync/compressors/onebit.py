@@ -36,9 +36,9 @@ class OneBit(Compressor):
     """The exchange of 1-bit Adam (Tang et al., arXiv 2102.02888): signs with the mean magnitude of every ``block`` numbers.
 
     In two shots, with feedback on both sides, of the momentum instead of the gradient. Adam's variance has to be good by then and is frozen:
-    average exactly for 15 to 25 % of the steps. A block that is zero on all ranks stays zero; in other blocks a sign moves each number by as
-    much as the block's mean magnitude, so that numbers that are always zero get noise. The step does not apply it to weights that
-    had no gradient until then; where gradients were only very small, it remains.
+    average exactly for 15 to 25 % of the steps. A block that is zero on all ranks stays zero. In others a sign stands for the block's mean
+    magnitude, also of numbers that are zero. The step keeps this noise from weights that never had a gradient before; it remains where
+    gradients were far smaller than their block's.
 
     Args:
         block: so many neighbours share a scale; a multiple of 8.

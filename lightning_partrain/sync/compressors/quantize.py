@@ -35,9 +35,8 @@ class BlockCodec:
         largest = torch.maximum(blocks.amax(2, keepdim=True), blocks.amin(2, keepdim=True).neg_())
         scale = largest.div_(self._levels).clamp_min_(torch.finfo(self.dtype).tiny)
         steps = blocks * scale.to(self._wide).reciprocal()
-        if (
-            draw is not None
-        ):  # the nearer a number is to the next code, the more often it becomes that: right on average
+        if draw is not None:
+            # The nearer a number is to the next code, the more often it becomes that: right on average.
             steps.add_(_dither(steps, draw)).clamp_(-self._levels, self._levels)
         codes = steps.round_().to(self._code)
         if self.bits == 4:  # two digits of -7 to 7, to the base of 16
@@ -55,9 +54,8 @@ class BlockCodec:
 
 def _dither(like: Tensor, draw: torch.Generator) -> Tensor:
     """Multiples of 2^-16 from -1/2 up to 1/2; four come of a random word, as drawing words takes more time than all the rest."""
-    words = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device).random_(
-        -(2**63), None, generator=draw
-    )
+    words = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
+    words.random_(-(2**63), None, generator=draw)
     return words.view(torch.int16)[: like.numel()].view_as(like).to(like.dtype).mul_(2.0**-16)
 
 
@@ -70,7 +68,7 @@ class Quantize(Compressor):
     Args:
         bits: 4, 8 or 32 a number. 32 is for comparison: it is as exact as the numbers are.
         block: so many neighbours share a scale, which their largest magnitude gives; even.
-        rounding: ``"nearest"``, or ``"stochastic"``: right on average, with twice the error, in about twice the time.
+        rounding: ``"nearest"``, or ``"stochastic"``: right on average, with twice the squared error, in half as much time again.
         communicator: ``"two_shot"``, or ``"gather"``: rounds once instead of twice; sends as much to 2 ranks, and more to others.
 
     Raises:

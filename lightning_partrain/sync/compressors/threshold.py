@@ -58,23 +58,27 @@ class Threshold(Compressor):
     def reduce(self, vector: Tensor, task: Task) -> Reduction:
         room = entries(self.density, vector.numel())
         threshold = self._threshold(vector, task)
-        candidates, reach = self._candidates(vector, threshold, room, task.step)
+        candidates, reach, hits = self._candidates(vector, threshold, room, task.step)
         where, filled = pick(reach, room)
         positions = candidates.index_select(0, where)
         values = vector.index_select(0, positions).mul_(filled)
         reduced = yield from gather_entries(vector, positions, values, task)
         if self.threshold is None:
-            change = (reach.sum() / (self.density * vector.numel())).clamp(0.1, 10) ** EXPONENT
+            reached = torch.maximum(reach.sum(), hits)  # not all columns are looked into where too many are hit
+            change = (reached / (self.density * vector.numel())).clamp(0.1, 10) ** EXPONENT
             corrected = threshold * change.to(vector)
             reduced.state[THRESHOLD] = {part.name: corrected for part in task.parts}
         return reduced
 
     @staticmethod
-    def _candidates(vector: Tensor, threshold: Tensor, room: int, step: int) -> tuple[Tensor, Tensor]:
-        """Positions, and which of the entries there reach the threshold: those of the columns of a table in which any does.
+    def _candidates(vector: Tensor, threshold: Tensor, room: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Where to look: into those columns of a table that have any entry which reaches the threshold.
 
-        Looking into few columns is cheaper than counting through the vector. The columns that come first are new ones in every step,
-        with no more entries than there is room for.
+        That is cheaper than counting through the vector. The columns that come first are others in every step, with no more entries than
+        there is room for.
+
+        Returns:
+            Positions, which of the entries there reach the threshold, and how many columns have any that does.
         """
         numel = vector.numel()
         rows = max(1, min(ROWS, room, numel // room))
@@ -87,7 +91,8 @@ class Threshold(Compressor):
         candidates = columns[:, None] + torch.arange(0, rows * width, width, device=vector.device)
         inside = (candidates < numel).logical_and_(filled[:, None]).view(-1)
         candidates = candidates.view(-1).clamp_max_(numel - 1)
-        return candidates, (vector.index_select(0, candidates).abs_() >= threshold).logical_and_(inside)
+        reach = (vector.index_select(0, candidates).abs_() >= threshold).logical_and_(inside)
+        return candidates, reach, hit.sum()
 
     def _threshold(self, vector: Tensor, task: Task) -> Tensor:
         """A scalar above zero: what is zero needs no room."""
