@@ -47,7 +47,7 @@ STRATEGIES: dict[str, Entry] = {
             "sketch": ("sent as a count-sketch and its largest entries", {}),
             "signsgd": ("sent as signs", {}),
             "onebit": ("replaced by Adam's momentum, sent as signs (1-bit Adam)", {"start_step": 1000}),
-            "adasum": ("added up by Adasum's rule", {}),
+            "adasum": ("added up by Adasum's rule", {"min_compression_numel": 0}),
         }.items()
     },
     "zero_1": Entry(_ZERO, "optimizer state sharded; the numbers of one process", {"zero_stage": 1}),

@@ -254,6 +254,36 @@ def test_what_is_owed_is_paid(name: str) -> None:
         assert worst < 1e-12 and steps == 8 and compressed == 5  # the convolution and four matrices
 
 
+def seeded(build: Callable[[], Any]) -> Any:
+    torch.manual_seed(5)
+    return build()
+
+
+class Velocity(Net):
+    """SGD whose momentum is the optimizer's, or 0, where TopK computes it."""
+
+    def __init__(self, momentum: float) -> None:
+        super().__init__()
+        self.momentum = momentum
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=self.momentum)
+
+
+def test_what_is_exact_has_momentum_too() -> None:
+    """Before compression begins, and where it never does, TopK(momentum) is SGD(momentum)."""
+    alone = run_ranks(1, lambda rank: state_of(fitted("auto", 1, module=seeded(lambda: Velocity(0.9)))[1]))[0]
+    strategy = {**SMALL, "start_step": 100}
+    for rank in run_ranks(
+        2,
+        lambda rank: state_of(
+            fitted(CompressedDDPStrategy(TopK(momentum=0.9), **strategy), 2, module=seeded(lambda: Velocity(0.0)))[1]
+        ),
+    ):
+        for name, value in alone.items():
+            torch.testing.assert_close(rank[name], value, rtol=1e-9, atol=1e-12)
+
+
 def test_small_parameters_and_embeddings_are_exact() -> None:
     """One step of SGD from the same weights: what is not compressed is as in one process, what is compressed is not."""
 

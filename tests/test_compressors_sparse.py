@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_partrain.sync.compressors.adasum import Adasum
+from lightning_partrain.sync.compressors.adasum import Adasum, combine
 from lightning_partrain.sync.compressors.base import Compressor, State
 from lightning_partrain.sync.compressors.sketch import Sketch
 from lightning_partrain.sync.compressors.threshold import SAMPLE, THRESHOLD, Threshold
@@ -227,6 +227,13 @@ def test_only_what_reaches_the_threshold_is_sent() -> None:
     assert got.tolist() == [1.5, -1.0, 0.0, 0.5]
 
 
+@pytest.mark.parametrize("at", [0, 499, 958, 959, 960, 1002])
+def test_a_single_entry_is_found_wherever_it_is(at: int) -> None:
+    vector = torch.zeros(1003)
+    vector[at] = -2.0
+    assert torch.equal(Ranks(Threshold(1.0, density=0.05), [(1003,)], 2).reduce([vector, vector]), vector)
+
+
 @pytest.mark.parametrize(("numel", "density"), [(1000, 0.01), (1003, 0.1), (13, 0.01), (97, 0.5), (50, 0.03)])
 def test_no_entry_waits_for_ever_when_there_is_too_little_room(numel: int, density: float) -> None:
     """All entries reach the threshold in every step, as large ones as can be."""
@@ -383,6 +390,8 @@ def test_adasum_of_what_cancels() -> None:
     a, b = gradients(2, 40)
     got = Ranks(Adasum(), [(40,)], 4, NoFeedback()).reduce([a, -a, 1e6 * b, 1e6 * b])
     torch.testing.assert_close(got, 1e6 * b, rtol=0, atol=1e-6)
+    almost = torch.tensor([[1, 2**-52 - 1, 1e-9], [2**-52 - 1, 1, 0], [1e-9, 0, 1]], dtype=torch.float64)
+    torch.testing.assert_close(combine(almost[None]), torch.tensor([[1.5, 1.5, 1.0]], dtype=torch.float64))
 
 
 def test_adasum_remembers_nothing() -> None:

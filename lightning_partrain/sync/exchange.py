@@ -19,7 +19,7 @@ from lightning_partrain import compat
 from lightning_partrain.sync.communicators import chunk_size
 from lightning_partrain.sync.compression import Compression
 from lightning_partrain.sync.compressors.base import Part, Reduced, Sum, Task, all_reduce_bytes
-from lightning_partrain.sync.feedback import RESIDUAL, NoFeedback
+from lightning_partrain.sync.feedback import MOMENTUM, RESIDUAL, MomentumCorrection, NoFeedback
 from lightning_partrain.sync.lane import Job, lane_for
 from lightning_partrain.sync.links import Links
 from lightning_partrain.sync.memory import Memory, Named
@@ -153,6 +153,8 @@ class CompressedExchange:
         else:
             self.links.perform(Sum(row))
             row.div_(self.links.ranks)
+            if isinstance(self.feedback, MomentumCorrection):
+                self._add_momentum(bucket, row[: bucket.flags_at], row[bucket.flags_at :], self.feedback.momentum)
 
     def _compress(self, bucket: Bucket, values: Tensor, flags: Tensor) -> None:
         """
@@ -185,6 +187,24 @@ class CompressedExchange:
             self._before[bucket] = before  # another bucket may turn out not to be finite
             mean = mean * self._scale
         values.copy_(mean if on_host else torch.where(bad, torch.full_like(mean, torch.nan), mean))
+        self._memories[bucket] = memory
+
+    def _add_momentum(self, bucket: Bucket, values: Tensor, flags: Tensor, factor: float) -> None:
+        """To a mean that was exact, as the optimizer has none. The same on all ranks, and where compression begins later, each rank's own."""
+        gradient = values.to(torch.promote_types(values.dtype, torch.float32))
+        if self._scale is not None:
+            gradient = gradient / self._scale
+        before = self._memory(bucket, gradient)
+        velocity = gradient + factor * before.vectors[MOMENTUM] if MOMENTUM in before.vectors else gradient.clone()
+        memory = Memory({**before.vectors, MOMENTUM: velocity}, before.server, before.state)
+        unused = self._unused(bucket, flags)
+        if unused:
+            memory.restore(before, unused, self.links.rank)
+        memory.keep_if(~velocity.sum().isfinite(), before)
+        if self._scale is not None:
+            self._before[bucket] = before
+            velocity = velocity * self._scale
+        values.copy_(velocity)
         self._memories[bucket] = memory
 
     @staticmethod

@@ -45,5 +45,7 @@ def make(compressor: str | Compressor) -> Compressor:
     if compressor.lower() not in COMPRESSORS:
         near = difflib.get_close_matches(compressor.lower(), COMPRESSORS, 1, 0.4)
         meant = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"compressor={compressor!r} does not exist.{meant} There are {', '.join(COMPRESSORS)}, and auto.")
+        raise ValueError(
+            f"compressor={compressor!r} does not exist.{meant} There are {', '.join(COMPRESSORS)}, and auto."
+        )
     return find(compressor.lower())(**COMPRESSORS[compressor.lower()][2])

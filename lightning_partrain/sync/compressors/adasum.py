@@ -62,6 +62,7 @@ class Adasum(Compressor):
     """
 
     feedback = False
+    can_feed_back = False
     least_dim = 0
     takes_embeddings = True
 

@@ -22,10 +22,10 @@ from lightning_partrain.sync.compressors.base import (
 from lightning_partrain.sync.compressors.topk import entries, largest
 
 
-def agreed(rows: Sequence[Tensor]) -> Tensor:
+def agreed(rows: Sequence[Tensor], out: Tensor) -> Tensor:
     """The least magnitude, with its sign, where all rows have the same sign, and else zero; element by element."""
     low, high = reduce(torch.minimum, rows), reduce(torch.maximum, rows)
-    return torch.maximum(low, high.clamp_max(0))
+    return torch.maximum(low, high.clamp_max(0), out=out)
 
 
 class Sketch(Compressor):
@@ -90,7 +90,7 @@ class Sketch(Compressor):
         estimates = torch.empty_like(vector)
         for piece, shift, sign in zip(estimates.split(columns), shifts, signs, strict=True):
             of_rows = [signed[sign[row]][row, shift[row] : shift[row] + len(piece)] for row in range(self.rows)]
-            piece.copy_(agreed(of_rows))
+            agreed(of_rows, out=piece)
         return estimates
 
     def sent_bytes(self, shapes: Sequence[torch.Size], ranks: int) -> float:
