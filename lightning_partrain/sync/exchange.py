@@ -56,6 +56,7 @@ class CompressedExchange:
         self.links, self.inner, self.seed = Links(outer), inner, seed
         self.inner_ranks = 1 if inner is None else dist.get_world_size(inner)
         self.lane = lane_for(device)
+        self.on_host = device.type == "cpu"  # elsewhere a step must not wait to see a number
         self.step = 0
         self.sent = self.dense_sent = 0.0
         #: The factor that losses were multiplied with; what is remembered is in units without it.
@@ -167,12 +168,14 @@ class CompressedExchange:
         counts = torch.cat([flags.to(wide), (~finite).to(wide)[None]])
         self.links.perform(Sum(counts))
         flags.copy_(counts[:-1])
-        bad, on_host = counts[-1] > 0, values.device.type == "cpu"
-        if on_host and bad:  # as with any average; the step will be skipped or fail, and what is remembered stays good
+        bad = counts[-1] > 0
+        if (
+            self.on_host and bad
+        ):  # as with any average; the step will be skipped or fail, and what is remembered stays good
             values.fill_(torch.nan)
             return
         gradient = values.to(wide)
-        if not on_host:
+        if not self.on_host:
             gradient = torch.where(bad, torch.zeros_like(gradient), gradient)
         if self._scale is not None:
             gradient = gradient / self._scale
@@ -181,12 +184,12 @@ class CompressedExchange:
         before = self._memories[bucket]
         if unused:
             memory.restore(before, unused, self.links.rank)
-        if not on_host:
+        if not self.on_host:
             memory.keep_if(bad, before)
         if self._scale is not None:
             self._before[bucket] = before  # another bucket may turn out not to be finite
             mean = mean * self._scale
-        values.copy_(mean if on_host else torch.where(bad, torch.full_like(mean, torch.nan), mean))
+        values.copy_(mean if self.on_host else torch.where(bad, torch.full_like(mean, torch.nan), mean))
         self._memories[bucket] = memory
 
     def _add_momentum(self, bucket: Bucket, values: Tensor, flags: Tensor, factor: float) -> None:
