@@ -402,6 +402,14 @@ def test_a_skipped_step_leaves_what_is_owed(tmp_path: Path) -> None:
         run, module = fitted(CompressedDDPStrategy("int4", **SMALL), 2, look, Overflows(), precision="16-mixed")
         return look.seen, state_of(module), run.global_step
 
+    exact = CompressedDDPStrategy("int4", start_step=100)  # counts the steps that were made
+
+    def count(rank: int) -> int:
+        fitted(exact, 2, None, Overflows(), precision="16-mixed")
+        assert exact.compressed.exchange is not None
+        return exact.compressed.exchange.step
+
+    assert run_ranks(2, count) == [7, 7]
     for seen, state, steps in run_ranks(2, run):
         assert steps == 7
         assert same_bits(seen[1], seen[2]) and not same_bits(seen[2], seen[3])
@@ -432,6 +440,97 @@ def test_gradients_that_are_not_finite_leave_no_trace(name: str) -> None:
     waiting = run_ranks(2, lambda rank: run(rank, True))
     for state in [*waiting, *run_ranks(2, lambda rank: run(rank, False))]:
         assert same_bits(state, waiting[0]) and all(value.isfinite().all() for value in state.values())
+
+
+class Halves(Net):
+    """One backward pass, a step of each of two optimizers; in the third, only the second one's gradients are infinite, on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.owed: list[list[dict[str, Tensor]]] = []
+
+    def configure_optimizers(self) -> Any:
+        rest = [param for name, param in self.named_parameters() if not name.startswith("head")]
+        return torch.optim.SGD(rest, lr=0.1), torch.optim.SGD(self.head.parameters(), lr=0.1)
+
+    def look(self) -> dict[str, Tensor]:
+        return dict(self.trainer.strategy.compressed.exchange.named().vectors.get("residual", {}))
+
+    def training_step(self, batch: Any, index: int) -> None:
+        first, second = self.optimizers()
+        loss, before = self.loss(batch), self.look()
+        if index == 2 and self.global_rank == 1:
+            loss = loss + self.head.weight.sum() * float("inf")
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        between = self.look()
+        first.step()
+        second.step()
+        self.owed.append([before, between, self.look()])
+
+
+def test_only_what_is_skipped_is_taken_back() -> None:
+    def run(rank: int) -> list[list[dict[str, Tensor]]]:
+        options = {**SMALL, "bucket_mb": 8.0}  # one bucket for both optimizers, and an embedding that overflows nothing
+        module = Halves()
+        fitted(CompressedDDPStrategy("int4", **options), 2, module=module, precision="16-mixed", max_epochs=1)
+        return module.owed
+
+    for owed in run_ranks(2, run):
+        for step, (before, between, after) in enumerate(owed):
+            assert same_bits(between, after) or step == 2
+        before, _, after = owed[2]
+        assert torch.equal(after["head.weight"], before["head.weight"])
+
+
+class Tokens(Velocity):
+    """Returns sums over tokens, of which some batches have many more than others."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        weight = 1 + 9 * (index % 2)
+        self.sum = self.loss(batch) * len(batch[1]) * weight
+        self.count = len(batch[1]) * weight
+        return {"loss": self.sum, "num_tokens": self.count}
+
+
+class TokenLedger(Ledger):
+    def on_before_backward(self, trainer: pl.Trainer, module: Any, loss: Tensor) -> None:
+        named = dict(module.named_parameters())
+        grads = torch.autograd.grad(module.sum, list(named.values()), retain_graph=True)
+        self.true = dict(zip(named, grads, strict=True))
+        for grad in self.true.values():
+            dist.all_reduce(grad)
+            grad.div_(module.count * trainer.world_size)
+
+    def on_after_backward(self, *_: Any) -> None: ...
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
+        super().on_after_backward(trainer, module)
+
+
+def test_sums_over_tokens() -> None:
+    """What is owed, and momenta, are in the units of the mean over all tokens, whose number changes from step to step."""
+
+    def run(rank: int) -> tuple[float, int]:
+        ledger = TokenLedger()
+        module = seeded(lambda: Tokens(0.0))
+        fitted(CompressedDDPStrategy("int4", **SMALL), 2, ledger, module)
+        return ledger.worst, ledger.compressed
+
+    for worst, compressed in run_ranks(2, run):
+        assert worst < 1e-12 and compressed == 5
+    one = run_ranks(1, lambda rank: state_of(fitted("hybrid_3d", 1, module=seeded(lambda: Tokens(0.9)))[1]))[0]
+    exact = {**SMALL, "start_step": 100}
+    for rank in run_ranks(
+        2,
+        lambda rank: state_of(
+            fitted(CompressedDDPStrategy(TopK(momentum=0.9), **exact), 2, module=seeded(lambda: Tokens(0.0)))[1]
+        ),
+    ):
+        for name, value in one.items():
+            torch.testing.assert_close(rank[name], value, rtol=1e-9, atol=1e-12)
 
 
 class Branches(Net):
@@ -703,12 +802,91 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
 }
 
 
+class Twice(Net):
+    """Two backward passes, one step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, _: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+class Clips(Net):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any) -> None:
+        self.clip_gradients(optimizer, 0.1, "norm")
+
+
+class Cycles(Net):
+    """A schedule that changes beta1."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=8)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Quasi(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters())
+
+
+REFUSED |= {
+    "two passes of a momentum": (
+        lambda: CompressedDDPStrategy("onebit", start_step=1, **SMALL),
+        "A second backward pass before the optimizer's step",
+        {"module": Twice},
+    ),
+    "clipping by the module": (
+        lambda: CompressedDDPStrategy("onebit", start_step=1, **SMALL),
+        "clipping",
+        {"module": Clips},
+    ),
+    "momentum of rows": (
+        lambda: Hybrid3DStrategy(zero_stage=1, data_parallel_replicate_size=2, replica_sync=TopK(momentum=0.9)),
+        "zero_stage=0 and reduce='window'",
+        {},
+    ),
+    "LBFGS": (lambda: CompressedDDPStrategy("int8", **SMALL), "LBFGS", {"module": Quasi}),
+}
+
+
 @pytest.mark.parametrize(
     "what", [w if w in ("momentum twice", "one replica") else pytest.param(w, marks=pytest.mark.slow) for w in REFUSED]
 )
 def test_refused_on_all_ranks(what: str) -> None:
     strategy, words, options = REFUSED[what]
     refused(strategy, words, **options)
+
+
+def test_between_nodes_of_which_there_is_one() -> None:
+    strategy = CompressedDDPStrategy("int8", hierarchical=True)
+    strategy.num_nodes = 1
+    with pytest.raises(ValueError, match="num_nodes=1"):
+        strategy.sizes(2)
+
+
+def test_onebit_follows_a_schedule_of_beta1() -> None:
+    seen: list[tuple[float, float]] = []
+
+    class Look(pl.Callback):
+        def on_before_zero_grad(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
+            self.beta1 = optimizer.param_groups[0]["betas"][0]
+
+        def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
+            seen.append((trainer.strategy.compressed.exchange.feedback.beta1, self.beta1))
+
+    def run(rank: int) -> list[tuple[float, float]]:
+        fitted(CompressedDDPStrategy("onebit", start_step=2, **SMALL), 2, Look(), Cycles())
+        return seen
+
+    for pairs in run_ranks(2, run):
+        assert all(used == given for used, given in pairs) and len({used for used, _ in pairs}) > 3
 
 
 # -- names, presets, logs -------------------------------------------------------------------------------------------------

@@ -83,6 +83,7 @@ class TokenLoss:
         self._window = torch.zeros(2, dtype=torch.float64, device=device)  # tokens, and how many counts were negative
         self._pass = self._window[0]
         self._passes = 0
+        self._factor: Tensor | None = None
         self._last: tuple[Tensor, Any] | None = None  # of a GPU, looked at a step later
 
     def weight(self, samples: int) -> Tensor:
@@ -140,24 +141,33 @@ class TokenLoss:
         assert self._reference is not None
         return loss * (self._pass * self._ranks / self._reference).to(loss.dtype)
 
+    def factor(self, accumulate: int) -> Tensor:
+        """What the gradients of a window are to be multiplied with, a scalar, once its last pass was counted. Collective over ``group``.
+
+        Args:
+            accumulate: by how much the loss of each pass was divided.
+        """
+        if self._factor is None:
+            assert self._reference is not None
+            self._reduce(self._window)
+            tokens = self._window[0]
+            self._factor = torch.where((tokens > 0) & tokens.isfinite(), self._reference * accumulate / tokens, 0.0)
+        return self._factor
+
     def finish(self, scale_gradients: Callable[[Tensor], None], accumulate: int) -> None:
         """At the end of a window: put the gradients right. Collective over ``group``.
 
         Args:
             scale_gradients: multiplies all gradients by a scalar.
-            accumulate: by how much the loss of each pass was divided.
+            accumulate: see :meth:`factor`.
 
         Raises:
             ValueError: on all ranks, when there was no token or a count was negative; on a GPU after the next window.
         """
-        assert self._reference is not None
-        self._reduce(self._window)
-        tokens = self._window[0]
-        factor = torch.where((tokens > 0) & tokens.isfinite(), self._reference * accumulate / tokens, 0.0)
-        scale_gradients(factor)
+        scale_gradients(self.factor(accumulate))
         self._look_at(self._window)
-        self._reference = (tokens / self._passes).clamp(min=1.0)
-        self._window, self._passes = torch.zeros_like(self._window), 0
+        self._reference = (self._window[0] / self._passes).clamp(min=1.0)
+        self._window, self._passes, self._factor = torch.zeros_like(self._window), 0, None
 
     def _reduce(self, values: Tensor) -> None:
         if self._group is not None:

@@ -295,6 +295,7 @@ class MeshStrategy(CheckpointStrategy):
             closure_loss = self.tokens.weighted(closure_loss)
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        self._announce_factor(last_of_window)
         self.model_parallel.begin_backward(last_of_window)
         self._compute_gradients(closure_loss, optimizer, *args, **kwargs)
         self._complete_gradients(last_of_window)
@@ -304,6 +305,20 @@ class MeshStrategy(CheckpointStrategy):
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def _announce_factor(self, last_of_window: bool) -> None:
+        """What compression remembers is in the units of the gradients that the optimizer sees, not of sums over tokens."""
+        assert self.lightning_module is not None and self.model_parallel is not None
+        exchange = self.model_parallel.exchange
+        if exchange is None or self.tokens is None or not self.tokens.counting:
+            return
+        if last_of_window:
+            exchange.factor = self.tokens.factor(self.lightning_module.trainer.accumulate_grad_batches)
+        elif self.model_parallel.reduce == "micro_batch":
+            raise ValueError(
+                f"training_step returns {token_loss.COUNT!r}, whose total is known when a window ends, but reduce='micro_batch' compresses before. Use "
+                "reduce='window', or replica_sync=None."
+            )
 
     def _compute_gradients(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         assert self.lightning_module is not None

@@ -70,5 +70,9 @@ class CompressedDDPStrategy(Hybrid3DStrategy):
         self.dense_parameters, self.bucket_mb = dense_parameters, bucket_mb
 
     def sizes(self, world_size: int) -> ParallelSizes:
+        if self.hierarchical and self.num_nodes == 1 and world_size > 1:
+            raise ValueError(
+                "hierarchical=True compresses between nodes only, but there is one: num_nodes=1. Set num_nodes, or leave hierarchical out."
+            )
         inside = world_size // self.num_nodes if self.hierarchical else 1
         return ParallelSizes(dp_replicate=world_size // inside, dp_shard=inside)

@@ -56,6 +56,10 @@ class CompressedReplicas:
     def _onebit(self) -> bool:
         return self.compression is not None and isinstance(self.compression.compressor, OneBit)
 
+    @property
+    def _gives_momentum(self) -> bool:
+        return self.compression is not None and self.compression.feedback().gives_momentum
+
     # -- set-up ----------------------------------------------------------------------------------------------------------
 
     def audit(self, trainer: Any) -> None:
@@ -76,16 +80,28 @@ class CompressedReplicas:
                 f"replica_sync={compressor!r} does not work with zero_stage=3, whose gradients FSDP2 reduces by itself. Use zero_stage=2, or "
                 "replica_sync=None."
             )
-        if self._onebit and self.strategy.zero_stage > 0:
+        if self._gives_momentum and (self.strategy.zero_stage > 0 or self.strategy.reduce_when == "micro_batch"):
             raise ValueError(
-                f"OneBit replaces Adam's step on whole parameters, but zero_stage={self.strategy.zero_stage} gives each rank rows of them. Use "
-                "strategy='ddp_onebit', or another compressor."
+                f"{compressor!r} computes momenta, of whole gradients and once a step, but zero_stage={self.strategy.zero_stage} with "
+                f"reduce={self.strategy.reduce_when!r} averages rows or parts of a window. Use zero_stage=0 and reduce='window', or another compressor."
             )
-        if self._onebit and trainer.gradient_clip_val:
-            raise ValueError(
-                f"OneBit exchanges Adam's momentum in the place of gradients, which gradient_clip_val={trainer.gradient_clip_val} would clip "
-                "instead. Leave gradient_clip_val out."
-            )
+        if self._gives_momentum and trainer.gradient_clip_val:
+            raise ValueError(self._not_clipped(f"gradient_clip_val={trainer.gradient_clip_val}"))
+
+    def _not_clipped(self, what: str) -> str:
+        assert self.compression is not None
+        return (
+            f"{self.compression.compressor!r} puts momenta in the place of gradients, which {what} would clip instead. Leave that out, or take "
+            "another compressor."
+        )
+
+    def check_clipping(self) -> None:
+        """
+        Raises:
+            ValueError: when what would be clipped is no gradient.
+        """
+        if self.exchange is not None and self.exchange.feedback.gives_momentum:
+            raise ValueError(self._not_clipped("clipping"))
 
     def make_exchange(self, module: nn.Module) -> CompressedExchange | None:
         """For a run that trains. Collective over all ranks."""
@@ -121,6 +137,11 @@ class CompressedReplicas:
             optimizer = compat.unwrap_optimizer(wrapped)
             if self._onebit:
                 self._attach_onebit(optimizer)
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise ValueError(
+                    f"LBFGS computes the loss several times a step and compares the results, which {self.compression.compressor!r} would disturb. "
+                    "Use strategy='hybrid_3d' with zero_stage=0, or another optimizer."
+                )
             rule = self.exchange.feedback
             if isinstance(rule, MomentumCorrection) and any(g.get("momentum", 1.0) for g in optimizer.param_groups):
                 raise ValueError(
@@ -145,17 +166,13 @@ class CompressedReplicas:
         assert exchange is not None and layout is not None and layout.reducer is not None
         reducer = layout.reducer
         onebit_adam.check(optimizer)
-        betas = {
-            group["betas"][0]
-            for wrapped in self.strategy.optimizers
-            for group in compat.unwrap_optimizer(wrapped).param_groups
-        }
-        if len(betas) > 1:
-            raise ValueError(
-                f"OneBit exchanges one momentum for the whole model, but the groups have beta1 of {sorted(betas)}. Give all the same."
-            )
-        beta1 = betas.pop()
-        exchange.feedback = MomentumFeedback(beta1)
+        rule = MomentumFeedback(self._beta1())
+        exchange.feedback = rule
+
+        def look() -> None:
+            rule.beta1 = self._beta1()
+
+        exchange.before_pass = look
         named = layout.named_parameters()
         exchange.sources[MOMENTUM] = lambda name: _momentum(self.strategy.optimizers, named[name])
         held: dict[Tensor, Tensor | None] = {}
@@ -166,7 +183,7 @@ class CompressedReplicas:
             for bucket in reducer.buckets:
                 for slot in bucket.slots if not bucket.compressed else []:
                     if slot.param.grad is not None and slot.param in optimizer.state:
-                        slot.param.grad.lerp_(optimizer.state[slot.param]["exp_avg"], beta1)
+                        slot.param.grad.lerp_(optimizer.state[slot.param]["exp_avg"], rule.beta1)
             onebit_adam.step(optimizer)
             for group in optimizer.param_groups:
                 for param in group["params"]:
@@ -179,15 +196,29 @@ class CompressedReplicas:
 
         self.strategy._step_hooks += around_step(optimizer, before, after)
 
+    def _beta1(self) -> float:
+        """Of all optimizers; a scheduler may change it.
+
+        Raises:
+            ValueError: when they differ.
+        """
+        groups = [g for wrapped in self.strategy.optimizers for g in compat.unwrap_optimizer(wrapped).param_groups]
+        betas = {float(group["betas"][0]) for group in groups}
+        if len(betas) > 1:
+            raise ValueError(
+                f"OneBit exchanges one momentum for the whole model, but the groups have beta1 of {sorted(betas)}. Give all the same."
+            )
+        return betas.pop()
+
     # -- the run ---------------------------------------------------------------------------------------------------------
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: Any) -> None:
         """After an optimizer's step, or when it was skipped."""
         if self.exchange is None:
             return
         plugin = self.strategy.precision_plugin
-        if isinstance(plugin, MeshMixedPrecision) and plugin.skipped:
-            self.exchange.undo()
+        names = {name for group in self.strategy.parameter_groups(compat.unwrap_optimizer(optimizer)) for name in group}
+        self.exchange.stepped(names, isinstance(plugin, MeshMixedPrecision) and plugin.skipped)
         if self._auto is not None:
             self._auto.after_step()
         assert self.strategy.lightning_module is not None

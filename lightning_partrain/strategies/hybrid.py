@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal
@@ -266,8 +267,16 @@ class Hybrid3DStrategy(TensorParallelStrategy):
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self.compressed.after_step()
+        self.compressed.after_step(optimizer)
         return output
+
+    def clip_norm(self, params: Iterable[Tensor], max_norm: float) -> None:
+        self.compressed.check_clipping()
+        super().clip_norm(params, max_norm)
+
+    def clip_value(self, params: Iterable[Tensor], limit: float) -> None:
+        self.compressed.check_clipping()
+        super().clip_value(params, limit)
 
     def extra_state(self) -> dict[str, Any]:
         return {**super().extra_state(), **self.compressed.extra_state()}

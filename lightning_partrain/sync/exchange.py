@@ -61,13 +61,19 @@ class CompressedExchange:
         self.sent = self.dense_sent = 0.0
         #: The factor that losses were multiplied with; what is remembered is in units without it.
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
+        #: What the gradients of this window will be multiplied with when they are averaged.
+        self.factor: Tensor | None = None
+        #: Called before each pass.
+        self.before_pass: Callable[[], None] = lambda: None
         #: Kind -> name of a parameter -> what feedback takes from elsewhere, such as an optimizer's momentum.
         self.sources: dict[str, Callable[[str], Tensor]] = {}
         self._memories: dict[Bucket, Memory] = {}
-        self._before: dict[Bucket, Memory] = {}  # of the last pass, where it may have to be undone
+        #: Where steps may be skipped: what was remembered before the parameters' last step, and whose step is still to come.
+        self._before: dict[Bucket, tuple[Memory, set[str]]] = {}
         self._named = Named()
         self._turns: dict[Bucket, int] = {}
-        self._scale: Tensor | None = None
+        self._scale: Tensor | None = None  # of gradients, to what is remembered
+        self._may_skip = self._counted = False
         self._times: list[
             Any
         ] = []  # when the last pass began, when it had computed everything, and when that had travelled
@@ -97,11 +103,25 @@ class CompressedExchange:
             self._turns[bucket] = turn = load.index(min(load))
             load[turn] += bucket.width
 
-    def begin(self) -> None:
-        """A backward pass begins whose gradients will be averaged."""
+    def begin(self, buckets: list[Bucket]) -> None:
+        """A backward pass begins whose gradients will be averaged.
+
+        Raises:
+            RuntimeError: when averages of momenta would be taken for gradients.
+        """
+        if self.feedback.gives_momentum and any(bucket.averaged for bucket in buckets):
+            raise RuntimeError(
+                f"A second backward pass before the optimizer's step: {self.compression.compressor!r} has put momentum in the place of the first "
+                "one's gradients, to which nothing can be added. Step and zero_grad after each manual_backward, or accumulate with "
+                "accumulate_grad_batches."
+            )
+        self.before_pass()
         self.links.sent = self.dense_sent = 0.0
-        self._scale = self.loss_scale()
-        self._before.clear()
+        scale = self.loss_scale()
+        self._may_skip, self._scale = scale is not None, scale
+        if self.factor is not None:
+            per = torch.where(self.factor > 0, 1 / self.factor, 1.0)
+            self._scale, self.factor = per if scale is None else scale * per, None
         self._times = [self.lane.now()]
 
     def launch(self, bucket: Bucket) -> Job:
@@ -115,6 +135,7 @@ class CompressedExchange:
         self._times.append(self.lane.now())
         self.sent = self.links.sent
         self.step += 1
+        self._counted = True
 
     # -- in the lane -----------------------------------------------------------------------------------------------------
 
@@ -169,10 +190,8 @@ class CompressedExchange:
         self.links.perform(Sum(counts))
         flags.copy_(counts[:-1])
         bad = counts[-1] > 0
-        if (
-            self.on_host and bad
-        ):  # as with any average; the step will be skipped or fail, and what is remembered stays good
-            values.fill_(torch.nan)
+        if self.on_host and bad:
+            values.fill_(torch.nan)  # and what is remembered stays good
             return
         gradient = values.to(wide)
         if not self.on_host:
@@ -186,8 +205,8 @@ class CompressedExchange:
             memory.restore(before, unused, self.links.rank)
         if not self.on_host:
             memory.keep_if(bad, before)
+        self._note(bucket, before)
         if self._scale is not None:
-            self._before[bucket] = before  # another bucket may turn out not to be finite
             mean = mean * self._scale
         values.copy_(mean if self.on_host else torch.where(bad, torch.full_like(mean, torch.nan), mean))
         self._memories[bucket] = memory
@@ -204,11 +223,16 @@ class CompressedExchange:
         if unused:
             memory.restore(before, unused, self.links.rank)
         memory.keep_if(~velocity.sum().isfinite(), before)
+        self._note(bucket, before)
         if self._scale is not None:
-            self._before[bucket] = before
             velocity = velocity * self._scale
         values.copy_(velocity)
         self._memories[bucket] = memory
+
+    def _note(self, bucket: Bucket, before: Memory) -> None:
+        """A step may be skipped: another bucket may turn out not to be finite."""
+        if self._may_skip:
+            self._before.setdefault(bucket, (before, set()))[1].update(part.name for part in bucket.parts)
 
     @staticmethod
     def _unused(bucket: Bucket, counts: Tensor) -> list[Part]:
@@ -262,10 +286,18 @@ class CompressedExchange:
         """Whether the last pass was compressed."""
         return self.compression.compressor is not None and self.step > self.compression.start_step
 
-    def undo(self) -> None:
-        """The step of the last pass is skipped: what was sent for it is lost."""
-        self._memories.update(self._before)
-        self._before.clear()
+    def stepped(self, names: set[str], skipped: bool) -> None:
+        """The optimizer of these parameters has made its step, or skipped it: what was sent for it is lost then."""
+        for bucket, (before, waiting) in list(self._before.items()):
+            if skipped:
+                done = [part for part in bucket.parts if part.name in waiting & names]
+                self._memories[bucket].restore(before, done, self.links.rank)
+            waiting -= names
+            if not waiting:
+                del self._before[bucket]
+        if skipped and self._counted and not self.compressing:  # exact passes count when their step is made
+            self.step -= 1
+        self._counted = False
 
     def exposed_seconds(self) -> float:
         """How long the last pass waited for what was on its way when it had computed everything."""

@@ -15,6 +15,8 @@ class NoFeedback:
 
     #: So many vectors are remembered.
     vectors = 0
+    #: Whether momenta come in the place of gradients.
+    gives_momentum = False
 
     @property
     def remembers(self) -> bool:
@@ -52,6 +54,7 @@ class MomentumCorrection(NoFeedback):
     """
 
     vectors = 2
+    gives_momentum = True
 
     def __init__(self, momentum: float) -> None:
         self.momentum = momentum

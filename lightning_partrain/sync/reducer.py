@@ -92,6 +92,7 @@ class Bucket:
         self.received: Tensor | None = None
         self.work: Job | None = None
         self.launched = self.scale_on_copy = False
+        self.averaged = False  # whether what the slots hold is an average, of a pass whose step is still to come
         self.waiting = 0
 
     @property
@@ -175,7 +176,7 @@ class Exchange(Protocol):
 
     def rebuilt(self, buckets: list[Bucket]) -> None: ...
 
-    def begin(self) -> None: ...
+    def begin(self, buckets: list[Bucket]) -> None: ...
 
     def launch(self, bucket: Bucket) -> Job: ...
 
@@ -286,8 +287,6 @@ class GradientReducer:
         if any(param.requires_grad and param not in self._slot_of for _, param in self.named_parameters):
             self.build()  # a parameter was unfrozen
         self.running, self.sync = True, sync
-        if sync and self.exchange is not None:
-            self.exchange.begin()
         self._next = 0
         self._flying.clear()
         self._active = [bucket for bucket in self.buckets if bucket.trainable]
@@ -300,6 +299,9 @@ class GradientReducer:
                 if not bucket.cut:
                     self._adopt(bucket, slot)
             bucket.scale_on_copy = sync and not any(slot.filled for slot in bucket.slots)
+            bucket.averaged = bucket.averaged and any(slot.filled for slot in bucket.slots)
+        if sync and self.exchange is not None:
+            self.exchange.begin(self.buckets)
 
     @staticmethod
     def _adopt(bucket: Bucket, slot: Slot) -> None:
@@ -408,6 +410,7 @@ class GradientReducer:
         used = mean[bucket.flags_at :].gt(0).tolist() if missing else [True] * len(bucket.slots)
         if bucket.cut:
             self._deliver(bucket, mean, used)
+        bucket.averaged = True
         for slot, any_rank in zip(bucket.slots, used, strict=True):
             if not bucket.cut:
                 slot.param.grad = slot.gradient if any_rank else None

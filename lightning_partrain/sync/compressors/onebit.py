@@ -22,6 +22,8 @@ class MomentumFeedback(ErrorFeedback):
         beta1: Adam's, in [0, 1).
     """
 
+    gives_momentum = True
+
     def __init__(self, beta1: float) -> None:
         self.beta1 = beta1
 
