@@ -43,7 +43,7 @@ class CompressedDDPStrategy(Hybrid3DStrategy):
         hierarchical: bool = False,
         min_compression_numel: int = 1024,
         dense_parameters: list[str] | None = None,
-        bucket_mb: float = 8.0,
+        bucket_mb: float = 4.0,
         process_group_backend: str | None = None,
         timeout: timedelta | float = 1800.0,
         checkpoint_format: Format = "full",

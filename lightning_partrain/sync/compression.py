@@ -39,7 +39,7 @@ class Compression:
         error_feedback: bool | None = None,
         min_compression_numel: int = 1024,
         dense_parameters: list[str] | None = None,
-        bucket_mb: float = 8.0,
+        bucket_mb: float = 4.0,
     ) -> None:
         #: ``None`` for "auto", which :meth:`taking` takes its choice.
         self.compressor = None if compressor == AUTO else compressors.make(compressor)
