@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_partrain import preset_list
+from lightning_partrain.optim import onebit_adam
 from lightning_partrain.registry import STRATEGIES
 from lightning_partrain.strategies import CompressedDDPStrategy, Hybrid3DStrategy, compressed_replicas
 from lightning_partrain.sync import auto
@@ -370,6 +371,83 @@ def test_another_number_of_ranks_goes_on_with_what_is_owed(name: str, tmp_path: 
     for taken in run_ranks(2, after):
         for name_, value in left.items():
             torch.testing.assert_close(taken[name_], value, rtol=1e-10, atol=1e-14)
+
+
+class Start(Ledger):
+    """What is owed when training begins, and after each epoch's last step."""
+
+    checks = False
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        self.first = self.owed = self._owed(trainer) if trainer.world_size > 1 else {}
+
+    def on_before_backward(self, trainer: pl.Trainer, module: Any, loss: Tensor) -> None:
+        if self.checks:
+            super().on_before_backward(trainer, module, loss)
+
+    def on_after_backward(self, trainer: pl.Trainer, module: Any) -> None:
+        if self.checks:
+            super().on_after_backward(trainer, module)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
+        self.last = self._owed(trainer) if trainer.world_size > 1 else {}
+
+
+class Checks(Start):
+    checks = True
+
+
+def going_on(
+    ranks: int, path: Path, to: Path, start: Start, epochs: int, name: str = "int4", **options: Any
+) -> tuple[Start, int, Any]:
+    strategy = CompressedDDPStrategy(OPTIONS[name](), **{**SMALL, **options})
+    torch.manual_seed(5)
+    run, module = trainer(strategy, ranks, max_epochs=epochs, precision="64-true", callbacks=[start]), Net()
+    run.fit(module, loader(ranks), ckpt_path=path if path.exists() else None)
+    run.save_checkpoint(to)
+    exchange = strategy.compressed.exchange
+    return start, -1 if exchange is None else exchange.step, run.optimizers[0].state_dict()["state"]
+
+
+def test_what_is_owed_survives_one_rank(tmp_path: Path) -> None:
+    """Two ranks, one, and two again: one rank has nobody to send it to, and keeps it."""
+    paths = [tmp_path / f"{number}.ckpt" for number in range(4)]
+
+    def on(ranks: int, number: int) -> Any:
+        def run(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+            start, step, _ = going_on(ranks, paths[number], paths[number + 1], Start(), number + 1)
+            return start.first, start.last, step
+
+        return run_ranks(ranks, run)[0]
+
+    _, left, steps = on(2, 0)
+    on(1, 1)
+    found, _, later = on(2, 2)
+    assert steps == 4 and later == 8 and any(value.abs().max() > 0 for value in left.values())
+    for name, value in left.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-14)
+
+
+def test_what_is_owed_for_what_becomes_exact_is_paid_at_once(tmp_path: Path) -> None:
+    def run(
+        rank: int, path: Path, start: Start, epochs: int, **options: Any
+    ) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+        start, *_ = going_on(2, path, tmp_path / f"{epochs}.ckpt", start, epochs, **options)
+        return start.worst, start.first, start.last
+
+    run_ranks(2, lambda rank: run(rank, tmp_path / "none", Start(), 1))
+    exact = {"dense_parameters": ["*"]}
+    for worst, first, last in run_ranks(2, lambda rank: run(rank, tmp_path / "1.ckpt", Checks(), 2, **exact)):
+        assert worst < 1e-12 and any(value.abs().max() > 0 for value in first.values()) and not last
+
+
+def test_a_variance_that_thaws_is_frozen_anew(tmp_path: Path) -> None:
+    def run(rank: int, path: Path, epochs: int, start_step: int) -> list[bool]:
+        *_, state = going_on(2, path, tmp_path / f"{epochs}.ckpt", Start(), epochs, "onebit", start_step=start_step)
+        return [onebit_adam.FROZEN in each for each in state.values()]
+
+    assert all(all(each) for each in run_ranks(2, lambda rank: run(rank, tmp_path / "none", 1, 2)))
+    assert not any(any(each) for each in run_ranks(2, lambda rank: run(rank, tmp_path / "1.ckpt", 2, 100)))
 
 
 # -- steps that are skipped, parameters that are not used ------------------------------------------------------------------
@@ -743,6 +821,8 @@ def test_one_rank_trains_plainly() -> None:
     ("options", "words"),
     [
         ({"compressor": "powerSDG"}, "Did you mean 'powersgd'"),
+        ({"compressor": "Auot"}, "Did you mean 'auto'"),
+        ({"bucket_mb": float("inf")}, "bucket_mb must be a number of more than 0 and at most"),
         ({"compressor": "zip9000"}, "There are bf16, fp16"),
         ({"start_step": -1}, "start_step must be a whole number of at least 0, not -1"),
         ({"bucket_mb": 0}, "bucket_mb must be a number of more than 0"),
@@ -840,6 +920,11 @@ class Quasi(Net):
 
 
 REFUSED |= {
+    "onebit from the first step on": (
+        lambda: CompressedDDPStrategy("onebit", **SMALL),
+        "compression begins before Adam's first step",
+        {},
+    ),
     "two passes of a momentum": (
         lambda: CompressedDDPStrategy("onebit", start_step=1, **SMALL),
         "A second backward pass before the optimizer's step",

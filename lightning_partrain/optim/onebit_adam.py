@@ -36,6 +36,17 @@ def check(optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(f"OneBit has a step of its own, without {'; '.join(wrong)}. Leave that out.")
 
 
+def is_trained(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether Adam has made a step."""
+    return any(float(state["step"]) for state in optimizer.state.values() if "step" in state)
+
+
+def thaw(optimizer: torch.optim.Optimizer) -> None:
+    """Adam goes on with its variance, which is frozen anew when the next compressed step comes."""
+    for state in optimizer.state.values():
+        state.pop(FROZEN, None)
+
+
 @torch.no_grad()
 def step(optimizer: torch.optim.Optimizer) -> None:
     """One step in place of ``optimizer.step()``. Every ``grad`` holds the new momentum.

@@ -15,14 +15,14 @@ from lightning_partrain.sync.compressors.base import Compressor
 class CompressedDDPStrategy(Hybrid3DStrategy):
     """Every rank holds the whole model, as with ``ddp``; the gradients that they average are compressed, on CPUs and GPUs.
 
-    Small parameters, those of one dimension and embeddings are averaged exactly. What was not sent is added to the next gradient (error
+    Small parameters, and with most compressors those of one dimension and embeddings, are averaged exactly. What was not sent is added to the next gradient (error
     feedback) where the compressor needs it, and is part of checkpoints.
 
     Args:
         compressor: a name (``bf16``, ``fp16``, ``int8``, ``int4``, ``powersgd``, ``topk``, ``randomk``, ``threshold``, ``sketch``, ``signsgd``,
-            ``onebit``, ``adasum``), or an object of :mod:`lightning_partrain.sync.compressors` with options of its own, such as
+            ``onebit``, ``adasum``), ``auto``, which measures and chooses, or an object of :mod:`lightning_partrain.sync.compressors` with options of its own, such as
             ``TopK(density=0.001)``.
-        start_step: so many backward passes that average gradients are exact before compression begins.
+        start_step: so many backward passes that average gradients are exact before compression begins; skipped steps do not count.
         error_feedback: add what was not sent to the next gradient; ``None``: where the compressor needs it. Costs memory of the size of
             the gradients.
         hierarchical: compress between nodes only; inside of a node, average as it is.

@@ -45,6 +45,7 @@ class CompressedReplicas:
         self.strategy, self.compression = strategy, compression
         self.exchange: CompressedExchange | None = None
         self._auto: AutoCompression | None = None
+        self._kept: dict[str, Any] | None = None  # what was loaded
         self._groups: tuple[ParallelMesh, dist.ProcessGroup, dist.ProcessGroup | None] | None = None
 
     @property
@@ -105,7 +106,7 @@ class CompressedReplicas:
 
     def make_exchange(self, module: nn.Module) -> CompressedExchange | None:
         """For a run that trains. Collective over all ranks."""
-        self.exchange = None
+        self.exchange = self._kept = None
         if self.compression is None or self._mesh.size("dp_replicate") < LEAST_REPLICAS:
             return None
         if self._groups is None or self._groups[0] is not self._mesh:
@@ -166,11 +167,17 @@ class CompressedReplicas:
         assert exchange is not None and layout is not None and layout.reducer is not None
         reducer = layout.reducer
         onebit_adam.check(optimizer)
+        options, optimizers = exchange.compression, [compat.unwrap_optimizer(each) for each in self.strategy.optimizers]
         rule = MomentumFeedback(self._beta1())
         exchange.feedback = rule
 
         def look() -> None:
             rule.beta1 = self._beta1()
+            if exchange.step >= options.start_step and not any(map(onebit_adam.is_trained, optimizers)):
+                raise ValueError(
+                    f"1-bit Adam needs Adam's variance, but with start_step={options.start_step} compression begins before Adam's first step. Set "
+                    "start_step to 15 to 25 % of the steps, at least to 1."
+                )
 
         exchange.before_pass = look
         named = layout.named_parameters()
@@ -179,6 +186,7 @@ class CompressedReplicas:
 
         def before() -> None:
             if not exchange.compressing:
+                onebit_adam.thaw(optimizer)
                 return
             for bucket in reducer.buckets:
                 for slot in bucket.slots if not bucket.compressed else []:
@@ -212,6 +220,10 @@ class CompressedReplicas:
 
     # -- the run ---------------------------------------------------------------------------------------------------------
 
+    def begin_window(self) -> None:
+        if self._auto is not None:
+            self._auto.begin_window()
+
     def after_step(self, optimizer: Any) -> None:
         """After an optimizer's step, or when it was skipped."""
         if self.exchange is None:
@@ -244,49 +256,50 @@ class CompressedReplicas:
 
     def extra_state(self) -> dict[str, Any]:
         if self.exchange is None:
-            return {}
+            return {} if self._kept is None else {KEY: PerRank(self._kept, self.strategy.global_rank, self._among())}
         chosen = None if self._auto is None else self._auto.choice
         value = {"step": self.exchange.step, "seed": self.exchange.seed, "chosen": chosen}
         value |= self.exchange.named().to_save()
         return {KEY: PerRank(value, self.strategy.global_rank, self._among())}
 
     def _among(self) -> dict[str, Any]:
-        """Whose memory it is: of ranks laid out like this, by this compressor."""
-        assert self.compression is not None
+        """Whose memory it is: of ranks laid out like this, of gradients or of momenta."""
         sizes = {axis: self._mesh.size(axis) for axis in ("dp_replicate", "dp_shard", "tp", "pp")}
-        return {
-            **sizes,
-            "zero_stage": self.strategy.zero_stage,
-            "compressor": type(self.compression.compressor).__name__,
-        }  # "NoneType" is auto's
+        return {**sizes, "zero_stage": self.strategy.zero_stage, "momenta": self._gives_momentum}
 
     def load_extra_state(self, saved: Extra) -> None:
         """Go on from what was remembered; with another number of replicas each begins with the mean of what was owed."""
-        if self.exchange is None:
-            return
-        own = saved.of_rank(KEY, self.strategy.global_rank, self._among())
-        if own is not None:
-            self._load(own, Named.of_saved(own))
-            return
         before = saved.plain.get(KEY, {}).get("among")
         if before is None:
+            if self._onebit:  # and what another optimizer did since is not known
+                for each in self.strategy.optimizers:
+                    onebit_adam.thaw(compat.unwrap_optimizer(each))
             return
-        whole = {"dp_shard": 1, "tp": 1, "pp": 1}
-        if {**before, **whole} == before and {
-            **before,
-            "dp_replicate": self._mesh.size("dp_replicate"),
-        } == self._among():
-            everyone = [saved.of_rank(KEY, rank, before) for rank in range(before["dp_replicate"])]
-            self._load(everyone[0], Named.mean([Named.of_saved(each) for each in everyone]))
+        now = self._among()
+        differ = {name for name in now if before.get(name) != now[name]}
+        if not differ:
+            own = saved.of_rank(KEY, self.strategy.global_rank, before)
+            self._load(own, Named.of_saved(own))
             return
-        rank_zero_warn(
-            f"The checkpoint has what gradient compression owed on ranks laid out as {before}; these are {self._among()}. It is dropped: the "
-            "first steps lack what was not sent before."
-        )
-        self.exchange.step = int(saved.of_rank(KEY, 0, before)["step"])
+        everyone = [saved.of_rank(KEY, rank, before) for rank in range(before["dp_replicate"])]
+        named = [Named.of_saved(each) for each in everyone if each is not None]
+        whole = before["dp_shard"] == before["tp"] == before["pp"] == 1
+        if differ == {"dp_replicate"} and whole and self.compression is not None:
+            self._load(everyone[0], Named.mean(named))
+            return
+        if any(each.owes for each in named):
+            changes = ", ".join(f"{name} from {before.get(name)} to {now[name]}" for name in sorted(differ))
+            rank_zero_warn(
+                "The checkpoint has what gradient compression had not sent yet, which does not fit any more"
+                f"{f' ({changes})' if self.compression is not None else ', as nothing is compressed'}. It is dropped: the first steps lack it."
+            )
+        if self.compression is not None:
+            self._load({**everyone[0], "chosen": None}, Named())
 
     def _load(self, saved: dict[str, Any], named: Named) -> None:
-        assert self.exchange is not None
+        self._kept = {**saved, **named.to_save()}
+        if self.exchange is None:  # one rank has nobody to send it to, and keeps it for those that come after
+            return
         self.exchange.seed = int(saved["seed"])
         self.exchange.load(named, int(saved["step"]))
         if self._auto is not None:

@@ -270,6 +270,10 @@ class Hybrid3DStrategy(TensorParallelStrategy):
         self.compressed.after_step(optimizer)
         return output
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.compressed.begin_window()
+        return super().training_step(*args, **kwargs)
+
     def clip_norm(self, params: Iterable[Tensor], max_norm: float) -> None:
         self.compressed.check_clipping()
         super().clip_norm(params, max_norm)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -179,16 +180,24 @@ class AutoCompression:
         self.exchange, self.reducer, self.options, self.device, self.tell = exchange, reducer, options, device, tell
         self.choice: str | None = None
         self.offers: dict[str | None, Offer] | None = None
-        self._times: list[tuple[float, float, float]] = []  # of steps: when over, exposed, backward
+        self._times: list[tuple[float, float, float]] = []  # seconds of steps, of that exposed, and backward
+        self._began: float | None = None
         self._link: Link | None = None
         self._glance: Link | None = None
         self._steps = 0
+
+    def begin_window(self) -> None:
+        """A training step begins, perhaps the first before an optimizer's step: validation and loading are not counted."""
+        if self._began is None:
+            self._began = time.perf_counter()
 
     def after_step(self) -> None:
         """Collective: ranks measure together."""
         self._steps += 1
         if self._steps <= TIMED_STEPS:
-            self._times.append((time.perf_counter(), self.exchange.exposed_seconds(), self.exchange.backward_seconds()))
+            seconds = time.perf_counter() - (self._began or time.perf_counter())
+            self._times.append((seconds, self.exchange.exposed_seconds(), self.exchange.backward_seconds()))
+        self._began = None
         if self._steps == TIMED_STEPS:
             self._measure()
         elif self._steps > TIMED_STEPS and self._steps % LOOK_EVERY == 0 and self._glance is not None:
@@ -197,12 +206,11 @@ class AutoCompression:
                 self._decide()
 
     def _measure(self) -> None:
-        steps = len(self._times) - 1
-        exposed = sum(each for _, each, _ in self._times[1:]) / steps
-        compute = (self._times[-1][0] - self._times[0][0]) / steps - exposed
-        backward = sum(each for _, _, each in self._times[1:]) / steps
+        seconds, exposed, backward = zip(*self._times[1:], strict=True)
+        compute = median(a - b for a, b in zip(seconds, exposed, strict=True))
+        hidden = median(backward)
         buckets = len(self.reducer.buckets)
-        self._compute, self._hidden = slowest([compute, backward * (buckets - 1) / buckets], self.device)
+        self._compute, self._hidden = slowest([compute, hidden * (buckets - 1) / buckets], self.device)
         self._decide()
 
     def _decide(self) -> None:

@@ -1,7 +1,7 @@
 """How an encoded vector reaches all ranks: as one sum, in two shots, or gathered. Generators; see :mod:`compressors.base`.
 
 The fourth way, ``hierarchical``, is not one of messages but of groups: whatever a compressor asks for is asked between nodes only, after
-a plain average inside of each; see :mod:`lightning_partrain.sync.remote`.
+a plain average inside of each; see :mod:`lightning_partrain.sync.exchange`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ def two_shot(vector: Tensor, codec: Codec, task: Task, draw: torch.Generator | N
     if task.server is not None and task.feedback:
         mean.add_(task.server)
     told = codec.encode(mean[None], draw)
-    server = mean.sub_(codec.decode(told, width)[0]) if task.feedback else None
+    server = (
+        mean - codec.decode(told, width)[0] if task.feedback else None
+    )  # not in its place: that is a part of all rows
     if server is not None:  # nobody is owed what fills the last chunk up
         server[max(numel - task.rank * width, 0) :] = 0.0
     gathered = yield AllGather(pack(told)[0])

@@ -12,19 +12,17 @@ from lightning_partrain.sync import compressors
 from lightning_partrain.sync.compressors.base import Compressor, number
 from lightning_partrain.sync.feedback import ErrorFeedback, NoFeedback
 
-AUTO = "auto"
-
 
 class Compression:
     """
     Args:
         compressor: a name (``bf16``, ``fp16``, ``int8``, ``int4``, ``powersgd``, ``topk``, ``randomk``, ``threshold``, ``sketch``, ``signsgd``,
             ``onebit``, ``adasum``), one with options, such as ``TopK(density=0.001)``, or ``auto``, which measures and chooses.
-        start_step: so many backward passes that average gradients are exact before compression begins.
+        start_step: so many backward passes that average gradients are exact before compression begins; skipped steps do not count.
         error_feedback: add what was not sent to the next gradient; ``None``: where the compressor needs it. Costs memory of the size of
             the gradients.
-        min_compression_numel: smaller parameters are averaged as they are, as are biases, norms, embeddings and what the compressor has no use
-            for.
+        min_compression_numel: smaller parameters are averaged as they are, as are, with most compressors, those of one dimension and embeddings,
+            and what the compressor has no use for.
         dense_parameters: names of further ones, in which ``*`` stands for any part, such as ``["lm_head.*"]``.
         bucket_mb: so many MiB of gradients travel together, while the backward pass goes on.
 
@@ -42,10 +40,11 @@ class Compression:
         bucket_mb: float = 4.0,
     ) -> None:
         #: ``None`` for "auto", which :meth:`taking` takes its choice.
-        self.compressor = None if compressor == AUTO else compressors.make(compressor)
+        automatic = isinstance(compressor, str) and compressor.lower() == compressors.AUTO
+        self.compressor = None if automatic else compressors.make(compressor)
         self.start_step = number("start_step", start_step, 0, float("inf"), whole=True)
         self.min_compression_numel = number("min_compression_numel", min_compression_numel, 0, float("inf"), whole=True)
-        self.bucket_mb = number("bucket_mb", bucket_mb, 0, float("inf"), low_open=True)
+        self.bucket_mb = number("bucket_mb", bucket_mb, 0, 2**20, low_open=True)
         if error_feedback is not None and not isinstance(error_feedback, bool):
             raise ValueError(f"error_feedback must be True, False or None, not {error_feedback!r}.")
         self.error_feedback = error_feedback

@@ -7,7 +7,8 @@ has several ranks; then between replicas, compressed. Of a bucket that is whole 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -18,10 +19,10 @@ from torch import Tensor
 from lightning_partrain import compat
 from lightning_partrain.sync.communicators import chunk_size
 from lightning_partrain.sync.compression import Compression
-from lightning_partrain.sync.compressors.base import Part, Reduced, Sum, Task, all_reduce_bytes
+from lightning_partrain.sync.compressors.base import Part, Sum, Task, all_reduce_bytes
 from lightning_partrain.sync.feedback import MOMENTUM, RESIDUAL, MomentumCorrection, NoFeedback
-from lightning_partrain.sync.lane import Job, lane_for
-from lightning_partrain.sync.links import Links
+from lightning_partrain.sync.lane import Job, Steps, lane_for
+from lightning_partrain.sync.links import Links, Message
 from lightning_partrain.sync.memory import Memory, Named
 from lightning_partrain.sync.reducer import Bucket
 
@@ -130,6 +131,7 @@ class CompressedExchange:
 
     def wait(self, finish: Callable[[], None]) -> None:
         """Call ``finish``, which waits for what is still on its way, and note how long that takes."""
+        self.lane.flush()
         self._times.append(self.lane.now())
         finish()
         self._times.append(self.lane.now())
@@ -139,21 +141,23 @@ class CompressedExchange:
 
     # -- in the lane -----------------------------------------------------------------------------------------------------
 
-    def _average(self, bucket: Bucket) -> None:
+    def _average(self, bucket: Bucket) -> Steps:
         assert bucket.buffer is not None
         if bucket.cut:
             assert bucket.received is not None
             row = self._sum_of_row(bucket)
-            self._between_replicas(bucket, row)
+            yield from self._between_replicas(bucket, row)
             return
         row = bucket.buffer[0]
         if self.inner is None:
-            self._between_replicas(bucket, row)
+            yield from self._between_replicas(bucket, row)
             return
         dist.all_reduce(row, group=self.inner)
         turn = self._turns[bucket]
         if turn == dist.get_rank(self.inner):
-            self._between_replicas(bucket, row)
+            yield from self._between_replicas(bucket, row)
+        else:
+            yield Message(row)  # buckets are handed on in one order inside of a replica, too
         dist.broadcast(row, group=self.inner, group_src=turn)
 
     def _sum_of_row(self, bucket: Bucket) -> Tensor:
@@ -168,17 +172,30 @@ class CompressedExchange:
         compat.reduce_scatter_single(bucket.received, bucket.buffer.view(-1), group=self.inner)
         return bucket.received
 
-    def _between_replicas(self, bucket: Bucket, row: Tensor) -> None:
+    def _between_replicas(self, bucket: Bucket, row: Tensor) -> Steps:
+        if not self.feedback.remembers or not bucket.compressed:
+            self._pay(bucket, row[: bucket.flags_at])
         self.dense_sent += all_reduce_bytes(row.nbytes, self.links.ranks)
         if bucket.compressed and self.step >= self.compression.start_step:
-            self._compress(bucket, row[: bucket.flags_at], row[bucket.flags_at :])
+            yield from self._compress(bucket, row[: bucket.flags_at], row[bucket.flags_at :])
         else:
-            self.links.perform(Sum(row))
+            yield self.links.start(Sum(row))
             row.div_(self.links.ranks)
             if isinstance(self.feedback, MomentumCorrection):
                 self._add_momentum(bucket, row[: bucket.flags_at], row[bucket.flags_at :], self.feedback.momentum)
 
-    def _compress(self, bucket: Bucket, values: Tensor, flags: Tensor) -> None:
+    def _pay(self, bucket: Bucket, values: Tensor) -> None:
+        """Send, once, what is owed for parameters for which nothing will be remembered from now on."""
+        known = {*self._named.vectors.get(RESIDUAL, {}), *self._named.servers}
+        parts = [part for part in bucket.parts if part.name in known]
+        if parts:
+            wide = torch.zeros_like(values, dtype=torch.promote_types(values.dtype, torch.float32))
+            memory = Memory.of(self._named, bucket.parts, wide, None, self.links.ranks, self.links.rank)
+            owed = memory.vectors[RESIDUAL]
+            values.add_(owed if self._scale is None else owed * self._scale)
+            self._named.forget(part.name for part in parts)
+
+    def _compress(self, bucket: Bucket, values: Tensor, flags: Tensor) -> Steps:
         """
         Args:
             values: the gradients, and afterwards their mean.
@@ -191,7 +208,7 @@ class CompressedExchange:
         flags.copy_(counts[:-1])
         bad = counts[-1] > 0
         if self.on_host and bad:
-            values.fill_(torch.nan)  # and what is remembered stays good
+            yield Message(values.fill_(torch.nan))  # and what is remembered stays good
             return
         gradient = values.to(wide)
         if not self.on_host:
@@ -199,7 +216,7 @@ class CompressedExchange:
         if self._scale is not None:
             gradient = gradient / self._scale
         unused = self._unused(bucket, counts)
-        mean, memory = self._reduce(bucket, gradient)
+        mean, memory = yield from self._reduce(bucket, gradient)
         before = self._memories[bucket]
         if unused:
             memory.restore(before, unused, self.links.rank)
@@ -241,7 +258,7 @@ class CompressedExchange:
             return []
         return [part for part, used in zip(bucket.parts, counts.tolist(), strict=False) if not used]
 
-    def _reduce(self, bucket: Bucket, gradient: Tensor) -> tuple[Tensor, Memory]:
+    def _reduce(self, bucket: Bucket, gradient: Tensor) -> Generator[Message, Tensor, tuple[Tensor, Memory]]:
         compressor = self.compression.compressor
         assert compressor is not None
         memory = self._memory(bucket, gradient)
@@ -251,7 +268,8 @@ class CompressedExchange:
                 **vectors,
                 kind: torch.cat([source(part.name).reshape(-1) for part in bucket.parts]).to(gradient),
             }
-        vector = self.feedback.before(gradient, vectors)
+        rule = copy(self.feedback)  # of this bucket, while another one travels
+        vector = rule.before(gradient, vectors)
         step = self.step - self.compression.start_step
         task = Task(
             bucket.parts,
@@ -259,18 +277,18 @@ class CompressedExchange:
             self.links.rank,
             step,
             self.seed,
-            self.feedback.remembers,
+            rule.remembers,
             memory.state,
             memory.server,
             compressor.density_at(step),
         )
-        result: Reduced = self.links.run(compressor.reduce(vector, task))
-        kept = self.feedback.after(vector, result.sent, vectors)
+        result = yield from self.links.travel(compressor.reduce(vector, task))
+        kept = rule.after(vector, result.sent, vectors)
         return result.mean, Memory(kept, result.server, result.state)
 
     def _width(self, numel: int) -> int | None:
         """How much of a vector this rank averages for all, where that is how it is done."""
-        block = None if self.compression.compressor is None else self.compression.compressor.block
+        block = None if self.compression.compressor is None else self.compression.compressor.served_block()
         return None if block is None else chunk_size(numel, self.links.ranks, block)
 
     def _memory(self, bucket: Bucket, like: Tensor) -> Memory:
@@ -343,8 +361,7 @@ class CompressedExchange:
             {kind: dict(values) for kind, values in self._named.state.items()},
         )
         for bucket, memory in self._memories.items():
-            for part in bucket.parts:
-                named.servers.pop(part.name, None)
+            named.forget(part.name for part in bucket.parts)
             memory.put_into(named, bucket.parts, self.links.rank)
         return named
 

@@ -5,7 +5,7 @@ Buckets change when a parameter is unfrozen or another number of ranks resumes; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,15 @@ class Named:
     servers: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
     state: State = field(default_factory=dict)
 
+    def forget(self, names: Iterable[str]) -> None:
+        for name in names:
+            for values in (*self.vectors.values(), *self.state.values(), self.servers):
+                values.pop(name, None)  # type: ignore[attr-defined]
+
+    @property
+    def owes(self) -> bool:
+        return bool(any(self.vectors.values()) or self.servers)
+
     def to_save(self) -> dict[str, Any]:
         servers = {name: [begin, values] for name, (begin, values) in self.servers.items()}
         return {"vectors": self.vectors, "servers": servers, "state": self.state}
@@ -47,7 +56,7 @@ class Named:
             for kind, named in everyone[0].vectors.items()
         }
         for each in everyone:
-            for name, (begin, values) in each.servers.items():
+            for name, (begin, values) in each.servers.items():  # whoever serves remembers as a worker, too
                 vectors[RESIDUAL][name].view(-1)[begin : begin + values.numel()] += values
         return cls(vectors, {}, everyone[0].state)
 

@@ -24,6 +24,9 @@ COMPRESSORS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "adasum": ("adasum", "Adasum", {}),
 }
 
+#: Measures and chooses; see :mod:`lightning_partrain.sync.auto`.
+AUTO = "auto"
+
 
 def find(name: str) -> type[Compressor]:
     """The class that ``name`` stands for, without its options."""
@@ -43,7 +46,7 @@ def make(compressor: str | Compressor) -> Compressor:
     if not isinstance(compressor, str):
         raise TypeError(f"compressor must be a name or a Compressor, not {compressor!r}.")
     if compressor.lower() not in COMPRESSORS:
-        near = difflib.get_close_matches(compressor.lower(), COMPRESSORS, 1, 0.4)
+        near = difflib.get_close_matches(compressor.lower(), (*COMPRESSORS, AUTO), 1, 0.4)
         meant = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(
             f"compressor={compressor!r} does not exist.{meant} There are {', '.join(COMPRESSORS)}, and auto."

@@ -138,8 +138,6 @@ class Compressor:
     least_dim: ClassVar[int] = 2
     #: Whether embeddings are compressed like other parameters.
     takes_embeddings: ClassVar[bool] = False
-    #: For compressors that average in two shots: a rank serves a whole number of blocks of this many entries.
-    block: int | None = None
 
     def fits(self, shape: torch.Size) -> bool:
         """Whether a parameter of this shape is worth compressing. Others are averaged as they are."""
@@ -152,6 +150,10 @@ class Compressor:
     def sent_bytes(self, shapes: Sequence[torch.Size], ranks: int) -> float:
         """What one rank sends for parameters of these shapes (float32), in one vector, to so many ranks, itself included."""
         raise NotImplementedError
+
+    def served_block(self) -> int | None:
+        """Where ranks average chunks for all, in two shots: chunks are whole blocks of so many entries."""
+        return None
 
     def own_feedback(self) -> NoFeedback | None:
         """What this compressor does with what it did not send, where that is not plain error feedback."""

@@ -52,6 +52,9 @@ class OneBit(Compressor):
     def __init__(self, block: int = 256) -> None:
         self.block: int = sign_block(block)
 
+    def served_block(self) -> int | None:
+        return self.block
+
     def reduce(self, vector: Tensor, task: Task) -> Reduction:
         return average_signs(vector, self.block, task)
 

@@ -85,6 +85,9 @@ class Quantize(Compressor):
         self.rounding: str = one_of("rounding", rounding, ("nearest", "stochastic"))
         self.communicator: str = one_of("communicator", communicator, ("two_shot", "gather"))
 
+    def served_block(self) -> int | None:
+        return None if self.communicator == "gather" else self.block
+
     def reduce(self, vector: Tensor, task: Task) -> Reduction:
         codec = BlockCodec(self.bits, self.block, vector.dtype)
         draw = None

@@ -123,6 +123,9 @@ class SignSGD(Compressor):
     def can_feed_back(self) -> bool:  # type: ignore[override]
         return not self.vote
 
+    def served_block(self) -> int | None:
+        return None if self.vote else self.block
+
     def reduce(self, vector: Tensor, task: Task) -> Reduction:
         return vote(vector, task) if self.vote else average_signs(vector, self.block, task)
 
