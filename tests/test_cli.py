@@ -37,6 +37,7 @@ ARGUMENTS = {
     "schedule": "1f1b",
     "pipeline_split": "auto",
     "share_batches": False,
+    "replica_sync": None,
     "checkpoint_format": "full",
     "async_save": False,
     "load_pretrained": None,
