@@ -56,18 +56,21 @@ def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
     """The most of all ranks, one by one. Collective over all ranks, not only those of a group: they have to decide the same."""
     all_of_them = torch.tensor(list(seconds), dtype=torch.float64, device=device)
     dist.all_reduce(all_of_them, dist.ReduceOp.MAX)
-    return [float(each) for each in all_of_them.tolist()]
+    return list(all_of_them.tolist())
+
+
+def _now(device: torch.device) -> float:
+    """When all that the device was given is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
 
 
 def _all_reduce_seconds(numel: int, group: dist.ProcessGroup, device: torch.device) -> float:
     message = torch.zeros(numel, dtype=torch.uint8, device=device)
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    begin = time.perf_counter()
+    begin = _now(device)
     dist.all_reduce(message, group=group)
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter() - begin
+    return _now(device) - begin
 
 
 def measure_link(group: dist.ProcessGroup, device: torch.device, quick: bool = False) -> Link:
@@ -109,13 +112,9 @@ def math_seconds(
     best, messages = float("inf"), 0
     for step in range(2):
         task = Task(parts, ranks, 0, step, 0, feedback.remembers)
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        begin = time.perf_counter()
+        begin = _now(device)
         messages = _alone(compression.compressor.reduce(feedback.before(vector, {}), task), ranks)
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        best = min(best, time.perf_counter() - begin)
+        best = min(best, _now(device) - begin)
     return best, messages
 
 
@@ -182,8 +181,7 @@ class AutoCompression:
         self.offers: dict[str | None, Offer] | None = None
         self._times: list[tuple[float, float, float]] = []  # seconds of steps, of that exposed, and backward
         self._began: float | None = None
-        self._link: Link | None = None
-        self._glance: Link | None = None
+        self._glance: Link | None = None  # as the link was when that was decided
         self._steps = 0
 
     def begin_window(self) -> None:
@@ -215,16 +213,15 @@ class AutoCompression:
 
     def _decide(self) -> None:
         """Measure the link, and take what is best on it."""
-        exchange = self.exchange
+        exchange, first = self.exchange, self._glance is None
         self._glance = measure_link(exchange.links.group, self.device, quick=True)
         link = measure_link(exchange.links.group, self.device)
         if self.offers is None:
             self.offers = {name: self._offer(name) for name in (None, *CANDIDATES)}
             exchange.use(self.options.taking(self.choice))
         choice = choose(link, self._compute, self._hidden, self.offers)
-        if self._link is None or choice.name != self.choice:
+        if first or choice.name != self.choice:
             self.tell(choice.why)
-        self._link = link
         self.take(choice.name)
 
     def _offer(self, name: str | None) -> Offer:

@@ -1,4 +1,5 @@
-"""How an encoded vector reaches all ranks: as one sum, in two shots, or gathered. Generators; see :mod:`compressors.base`.
+"""How an encoded vector reaches all ranks: in two shots, or gathered. Generators; see :mod:`compressors.base`. Codes that add up need
+neither: compressors ask for their :class:`Sum`.
 
 The fourth way, ``hierarchical``, is not one of messages but of groups: whatever a compressor asks for is asked between nodes only, after
 a plain average inside of each; see :mod:`lightning_partrain.sync.exchange`.
@@ -12,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_partrain.sync.compressors.base import AllGather, AllToAll, Reduced, Reduction, Sum, Task
+from lightning_partrain.sync.compressors.base import AllGather, AllToAll, Reduced, Reduction, Task
 
 
 class Codec(Protocol):
@@ -44,12 +45,6 @@ def unpack(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         parts.append(rows.view(message.shape[0], *each.shape[1:]))
         at += size
     return parts
-
-
-def all_reduce(code: Tensor, ranks: int, mean: bool = True) -> Reduction:
-    """Codes that can be added up as they are; ``Reduced.mean`` is the mean of the codes (or their sum)."""
-    total = yield Sum(code)
-    return Reduced(total.div_(ranks) if mean else total)
 
 
 def chunk_size(numel: int, ranks: int, block: int) -> int:

@@ -20,34 +20,26 @@ from lightning_partrain.sync.feedback import NoFeedback
 
 
 @dataclass(frozen=True)
-class Sum:
+class Request:
+    """Something that is to travel; its kind says how."""
+
+    tensor: Tensor
+
+
+class Sum(Request):
     """The sum over all ranks, in place of ``tensor``; of floating-point types."""
 
-    tensor: Tensor
 
-
-@dataclass(frozen=True)
-class Max:
+class Max(Request):
     """The largest of all ranks, element by element, in place of ``tensor``."""
 
-    tensor: Tensor
 
-
-@dataclass(frozen=True)
-class AllToAll:
+class AllToAll(Request):
     """Row r of ``tensor``, (ranks, n), goes to rank r. The answer has the same shape; its row r came from rank r."""
 
-    tensor: Tensor
 
-
-@dataclass(frozen=True)
-class AllGather:
+class AllGather(Request):
     """``tensor``, (n,), of all ranks: (ranks, n)."""
-
-    tensor: Tensor
-
-
-Request = Sum | Max | AllToAll | AllGather
 
 
 @dataclass(frozen=True)
