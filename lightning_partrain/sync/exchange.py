@@ -215,18 +215,11 @@ class CompressedExchange:
             gradient = torch.where(bad, torch.zeros_like(gradient), gradient)
         if self._scale is not None:
             gradient = gradient / self._scale
-        unused = self._unused(bucket, counts)
         mean, memory = yield from self._reduce(bucket, gradient)
-        before = self._memories[bucket]
-        if unused:
-            memory.restore(before, unused, self.links.rank)
-        if not self.on_host:
-            memory.keep_if(bad, before)
-        self._note(bucket, before)
+        self._remember(bucket, memory, counts, None if self.on_host else bad)
         if self._scale is not None:
             mean = mean * self._scale
         values.copy_(mean if self.on_host else torch.where(bad, torch.full_like(mean, torch.nan), mean))
-        self._memories[bucket] = memory
 
     def _add_momentum(self, bucket: Bucket, values: Tensor, flags: Tensor, factor: float) -> None:
         """To a mean that was exact, as the optimizer has none. The same on all ranks, and where compression begins later, each rank's own."""
@@ -236,19 +229,21 @@ class CompressedExchange:
         before = self._memory(bucket, gradient)
         velocity = gradient + factor * before.vectors[MOMENTUM] if MOMENTUM in before.vectors else gradient.clone()
         memory = Memory({**before.vectors, MOMENTUM: velocity}, before.server, before.state)
-        unused = self._unused(bucket, flags)
-        if unused:
-            memory.restore(before, unused, self.links.rank)
-        memory.keep_if(~velocity.sum().isfinite(), before)
-        self._note(bucket, before)
+        self._remember(bucket, memory, flags, ~velocity.sum().isfinite())
         if self._scale is not None:
             velocity = velocity * self._scale
         values.copy_(velocity)
-        self._memories[bucket] = memory
 
-    def _note(self, bucket: Bucket, before: Memory) -> None:
-        """A step may be skipped: another bucket may turn out not to be finite."""
-        if self._may_skip:
+    def _remember(self, bucket: Bucket, memory: Memory, counts: Tensor, bad: Tensor | None) -> None:
+        """From now on ``memory``, but what it was before for parameters that no rank used and, all of it, if the gradients were ``bad``."""
+        before = self._memories[bucket]
+        unused = self._unused(bucket, counts)
+        if unused:
+            memory.restore(before, unused, self.links.rank)
+        if bad is not None:
+            memory.keep_if(bad, before)
+        self._memories[bucket] = memory
+        if self._may_skip:  # another bucket may turn out not to be finite
             self._before.setdefault(bucket, (before, set()))[1].update(part.name for part in bucket.parts)
 
     @staticmethod
